@@ -1,0 +1,1 @@
+"""What can be asked: typed models, Protocols and routers, one folder per API. Imports nothing of ours."""

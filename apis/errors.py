@@ -1,0 +1,197 @@
+"""Every error that leaves Postgrad, as one tree.
+
+    PostgradError
+    ├── BadRequest (400)
+    │   ├── InvalidField          a field's value cannot be used
+    │   ├── DataInvalid           a data set or one of its rows cannot be used
+    │   ├── Conflict              the id is taken by something else (never 409: real clients retry that)
+    │   ├── UnsupportedModel      no configured provider computes this model rightly
+    │   └── ModelInvalid          a model directory is incomplete or damaged
+    ├── Unauthorized (401)
+    ├── NotFound (404)
+    │   ├── JobNotFound, DatasetNotFound, ModelNotFound, FileMissing
+    ├── TooLarge (413)
+    ├── QueueFull (429)
+    ├── NotSupported (501)        the provider does not offer this verb or option
+    ├── Unavailable (503)         a worker the request needs cannot run
+    ├── JobFailure                why a job failed; stored with it, never raised to a client
+    │   ├── OutOfMemory, DiskFull, WorkerDied, NonFiniteLoss, NothingTrained, CheckpointUnverified
+    └── StackError                a stack cannot be built or started; for the command line
+        ├── RunConfigInvalid, EnvironmentUnset, ProviderInvalid, PortBusy, UnknownTemplate
+
+Each leaf has a stable `code` (for programs) and a `message` that says what, where and what to do (for people).
+"""
+
+from __future__ import annotations
+
+from typing import ClassVar
+
+
+class PostgradError(Exception):
+    """Root of the tree.
+
+    Attributes:
+        code: stable, machine-readable.
+        http_status: what the server answers.
+        param: the offending field (dotted) or None.
+        retryable: whether the same request may succeed later; false sets `x-should-retry: false`.
+    """
+
+    code: ClassVar[str] = "internal_error"
+    http_status: ClassVar[int] = 500
+    retryable: ClassVar[bool] = False
+
+    def __init__(self, message: str, *, param: str | None = None) -> None:
+        super().__init__(message)
+        self.message = message
+        self.param = param
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (_rebuild, (type(self), self.message, dict(self.__dict__)))
+
+
+def _rebuild(cls: type[PostgradError], message: str, state: dict[str, object]) -> PostgradError:
+    error = cls.__new__(cls)
+    Exception.__init__(error, message)
+    error.__dict__.update(state)
+    return error
+
+
+class BadRequest(PostgradError):
+    code = "bad_request"
+    http_status = 400
+
+
+class InvalidField(BadRequest):
+    code = "invalid_field"
+
+
+class DataInvalid(BadRequest):
+    """A row, or a whole data set, that cannot be trained on.
+
+    Attributes:
+        row: 0-based row number, None for the data set as a whole.
+        pointer: JSON pointer (RFC 6901) to the offending value inside the row.
+    """
+
+    code = "data_invalid"
+
+    def __init__(
+        self, message: str, *, row: int | None = None, pointer: str | None = None, param: str | None = None
+    ) -> None:
+        where = "" if row is None else f"row {row}" + (f", {pointer}" if pointer else "") + ": "
+        super().__init__(where + message, param=param)
+        self.row = row
+        self.pointer = pointer
+
+
+class Conflict(BadRequest):
+    code = "conflict"
+
+
+class UnsupportedModel(BadRequest):
+    code = "unsupported_model"
+
+
+class ModelInvalid(BadRequest):
+    code = "model_invalid"
+
+
+class Unauthorized(PostgradError):
+    code = "unauthorized"
+    http_status = 401
+
+
+class NotFound(PostgradError):
+    code = "not_found"
+    http_status = 404
+
+
+class JobNotFound(NotFound):
+    code = "job_not_found"
+
+
+class DatasetNotFound(NotFound):
+    code = "dataset_not_found"
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+
+class FileMissing(NotFound):
+    code = "file_not_found"
+
+
+class TooLarge(PostgradError):
+    code = "too_large"
+    http_status = 413
+
+
+class QueueFull(PostgradError):
+    code = "queue_full"
+    http_status = 429
+    retryable = True
+
+
+class NotSupported(PostgradError):
+    code = "not_supported"
+    http_status = 501
+
+
+class Unavailable(PostgradError):
+    code = "unavailable"
+    http_status = 503
+    retryable = True
+
+
+class JobFailure(PostgradError):
+    code = "job_failed"
+
+
+class OutOfMemory(JobFailure):
+    code = "out_of_memory"
+
+
+class DiskFull(JobFailure):
+    code = "disk_full"
+
+
+class WorkerDied(JobFailure):
+    code = "worker_died"
+
+
+class NonFiniteLoss(JobFailure):
+    code = "non_finite_loss"
+
+
+class NothingTrained(JobFailure):
+    code = "nothing_trained"
+
+
+class CheckpointUnverified(JobFailure):
+    code = "checkpoint_unverified"
+
+
+class StackError(PostgradError):
+    code = "stack_error"
+
+
+class RunConfigInvalid(StackError):
+    code = "run_config_invalid"
+
+
+class EnvironmentUnset(StackError):
+    code = "environment_unset"
+
+
+class ProviderInvalid(StackError):
+    code = "provider_invalid"
+
+
+class PortBusy(StackError):
+    code = "port_busy"
+
+
+class UnknownTemplate(StackError):
+    code = "unknown_template"

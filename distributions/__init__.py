@@ -1,0 +1,1 @@
+"""How a stack is built: template, resolved providers, server; and the command line."""

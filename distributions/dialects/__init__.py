@@ -1,0 +1,1 @@
+"""Other generations of the wire, each translated into the one spec in a file of its own."""

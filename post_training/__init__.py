@@ -1,0 +1,1 @@
+"""How it is done: jobs, data, the trainer, checkpoints, workers, the client."""

@@ -1,0 +1,1 @@
+"""What users import to talk to a stack."""

@@ -1,0 +1,1 @@
+"""Rows to messages to tokens and weights to flat batches. No torch."""

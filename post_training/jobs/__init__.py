@@ -1,0 +1,1 @@
+"""What is asked for and how far it is: store, states, scheduler, launchers. No torch."""

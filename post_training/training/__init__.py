@@ -1,0 +1,1 @@
+"""One step, one validation. Knows no job and no HTTP."""

@@ -1,0 +1,95 @@
+"""What the trainer needs of a model: hidden states over flat segments, an output layer, adapter parameters.
+
+A provider's `model.py` offers `load_model(config: ModelConfig) -> TrainableModel`. A worker finds it by the module name
+that its job carries, so nothing here names a provider.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor, nn
+
+Dtype = Literal["bf16", "fp32"]
+TORCH_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
+
+
+@dataclass(frozen=True)
+class LoraSettings:
+    """Which layers get an adapter and how large. The update of a layer is `alpha / rank * B @ A`."""
+
+    rank: int = 16
+    alpha: float = 32
+    attn_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "output_proj")
+    mlp: bool = True
+    output: bool = False
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Everything that decides how a model is loaded.
+
+    Attributes:
+        base_dir: a Hugging Face model directory (config.json, *.safetensors, tokenizer.json).
+        adapter_dir: a PEFT adapter directory to go on from, or None for fresh adapters (A random by `seed`, B zero).
+        device: `cpu` or `cuda:<n>`.
+    """
+
+    base_dir: Path
+    lora: LoraSettings = field(default_factory=LoraSettings)
+    adapter_dir: Path | None = None
+    dtype: Dtype = "bf16"
+    device: str = "cpu"
+    seed: int = 0
+    activation_checkpointing: bool = False
+
+
+@dataclass(frozen=True)
+class Segments:
+    """A flat stream of sequences, concatenated without padding, on the model's device.
+
+    Attributes:
+        tokens: [T] int64.
+        positions: [T] int64, restarting at 0 in each segment.
+        lengths: segment lengths, summing to T. Attention is causal within a segment and never crosses one.
+    """
+
+    tokens: Tensor
+    positions: Tensor
+    lengths: tuple[int, ...]
+
+
+class TrainableModel(Protocol):
+    """A frozen base with trainable adapters."""
+
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def module(self) -> nn.Module:
+        """The whole network, for `train()` / `eval()` and memory counts."""
+        ...
+
+    def adapter_parameters(self) -> dict[str, nn.Parameter]:
+        """The trainable parameters by stable name, in a stable order. Everything else has requires_grad False."""
+        ...
+
+    def hidden_states(self, segments: Segments) -> Tensor:
+        """Final hidden states after the last norm, [T, D]."""
+        ...
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, D], in the hidden states' dtype or fp32."""
+        ...
+
+    def peft_adapter(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Adapter parameters (by the names of `adapter_parameters`) as PEFT knows them.
+
+        Returns:
+            tensors for adapter_model.safetensors (keys `base_model.model.….lora_A.weight`), same dtype as given,
+            and the complete content of adapter_config.json.
+        """
+        ...

@@ -1,0 +1,1 @@
+"""The process where jobs and training meet."""

@@ -1,0 +1,1 @@
+"""Who does it: one folder a provider, found through the registry."""

@@ -1,0 +1,1 @@
+"""inline::transformers: chat and text completion for base models and checkpoints."""

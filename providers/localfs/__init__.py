@@ -1,0 +1,1 @@
+"""inline::localfs: data sets from rows, data URIs and files under allowed roots."""

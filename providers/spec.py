@@ -1,0 +1,66 @@
+"""What a provider says of itself, and what it is given.
+
+A provider is a module with `async def get_provider_impl(config, deps) -> impl`. `impl` fulfils its API's Protocol and
+may have `async def start()` (called once the whole stack is built) and `async def shutdown()`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict
+
+from apis.common import Api
+from post_training.catalog.datasets import DatasetCatalog
+from post_training.catalog.models import ModelCatalog
+from post_training.jobs.database import Database
+
+SPEC_VERSION = 1
+
+
+class ProviderSpec(BaseModel):
+    """One kind of provider.
+
+    Attributes:
+        provider_type: `inline::<name>` or `remote::<name>`, as a run.yaml names it.
+        module: import path of the module with `get_provider_impl`; must import without torch.
+        config_class: import path of the pydantic model its `config:` is checked against.
+        api_dependencies: APIs that must be configured and are built first.
+        capabilities: free-form facts for `postgrad stack list-providers`.
+    """
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    spec_version: int = SPEC_VERSION
+    api: Api
+    provider_type: str
+    module: str
+    config_class: str
+    api_dependencies: tuple[Api, ...] = ()
+    optional_api_dependencies: tuple[Api, ...] = ()
+    description: str = ""
+    pip_packages: tuple[str, ...] = ()
+    capabilities: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class ProviderDeps:
+    """What a provider is built from.
+
+    Attributes:
+        provider_id: the id this instance has in the run.yaml.
+        home: the state folder; everything a provider writes lies under it.
+        database: the one store.
+        models, datasets: the stack's catalogs.
+        apis: implementations of the APIs named as dependencies. datasetio holds a list, since several may be configured.
+    """
+
+    provider_id: str
+    home: Path
+    database: Database
+    models: ModelCatalog
+    datasets: DatasetCatalog
+    apis: Mapping[Api, Any]

@@ -1,0 +1,1 @@
+"""inline::torchtune: single-device LoRA fine-tuning. Everything that knows torchtune stays in this folder."""
