@@ -47,9 +47,7 @@ def check_identifier(value: str, *, param: str = "id") -> str:
         InvalidField: with the id and the rule.
     """
     if not 1 <= len(value) <= MAX_IDENTIFIER_LENGTH:
-        raise InvalidField(
-            f"an id has 1 to {MAX_IDENTIFIER_LENGTH} characters, this one has {len(value)}", param=param
-        )
+        raise InvalidField(f"an id has 1 to {MAX_IDENTIFIER_LENGTH} characters, this one has {len(value)}", param=param)
     for segment in value.split("/"):
         if not _SEGMENT.fullmatch(segment):
             raise InvalidField(

@@ -37,7 +37,7 @@ class RegisterDatasetRequest(RequestModel):
     purpose: DatasetPurpose = DatasetPurpose.post_training_messages
     source: DataSource
     metadata: dict[str, Any] | None = None
-    dataset_id: Identifier | None = Field(None, description="null: dataset-<uuid4>")
+    dataset_id: Identifier | None = Field(default=None, description="null: dataset-<uuid4>")
 
 
 class Dataset(ResponseModel):

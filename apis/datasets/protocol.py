@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from typing import Protocol, runtime_checkable
 
-from apis.datasets.models import Dataset, DataSource, IterrowsResponse, ListDatasetsResponse, RegisterDatasetRequest, Row
+from apis.datasets.models import (
+    Dataset,
+    DataSource,
+    IterrowsResponse,
+    ListDatasetsResponse,
+    RegisterDatasetRequest,
+    Row,
+)
 
 
 @runtime_checkable
@@ -43,7 +50,12 @@ class DatasetIO(Protocol):
 
     `source_policy` is handed to workers, which read rows by themselves: a plain JSON object that
     `post_training.data.sources.SourcePolicy` parses.
+
+    Attributes:
+        provider_id: the id the provider has in the run.yaml; each data set carries that of its provider.
     """
+
+    provider_id: str
 
     def accepts(self, source: DataSource) -> bool: ...
 

@@ -14,7 +14,7 @@ ModelType = Literal["llm", "embedding"]
 class RegisterModelRequest(RequestModel):
     model_id: Identifier
     provider_model_id: str | None = Field(
-        None, description="A registered model or checkpoint this id shall stand for; null: `model_id` itself"
+        default=None, description="A registered model or checkpoint this id shall stand for; null: `model_id` itself"
     )
     provider_id: str | None = None
     metadata: dict[str, Any] | None = None

@@ -47,23 +47,29 @@ class DataConfig(RequestModel):
     """Which rows are trained on and how they are batched."""
 
     dataset_id: Identifier
-    batch_size: int = Field(8, ge=1, le=65536, description="Rows per micro-batch; with `packed`, packs per micro-batch")
-    shuffle: bool = Field(True, description="A seeded permutation of the rows, anew each epoch")
-    data_format: DatasetFormat | None = Field(None, description="null: told by the columns of the first row")
+    batch_size: int = Field(
+        default=8, ge=1, le=65536, description="Rows per micro-batch; with `packed`, packs per micro-batch"
+    )
+    shuffle: bool = Field(default=True, description="A seeded permutation of the rows, anew each epoch")
+    data_format: DatasetFormat | None = Field(default=None, description="null: told by the columns of the first row")
     validation_dataset_id: Identifier | None = None
-    packed: bool | None = Field(False, description="Fill packs of `max_seq_len` tokens with whole rows, in order")
-    train_on_input: bool | None = Field(False, description="Supervise every message, not only the assistant's")
+    packed: bool | None = Field(
+        default=False, description="Fill packs of `max_seq_len` tokens with whole rows, in order"
+    )
+    train_on_input: bool | None = Field(default=False, description="Supervise every message, not only the assistant's")
     max_seq_len: int | None = Field(
-        None, ge=8, description="Longer rows are truncated on the right; null: the model's context, at most 4096"
+        default=None,
+        ge=8,
+        description="Longer rows are truncated on the right; null: the model's context, at most 4096",
     )
 
 
 class OptimizerConfig(RequestModel):
     optimizer_type: OptimizerType = OptimizerType.adamw
-    lr: float = Field(3e-4, gt=0, le=10, allow_inf_nan=False)
-    weight_decay: float = Field(0.0, ge=0, allow_inf_nan=False)
+    lr: float = Field(default=3e-4, gt=0, le=10, allow_inf_nan=False)
+    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     num_warmup_steps: int | None = Field(
-        None, ge=0, description="Linear warm-up, then cosine to 0; null: a tenth of all steps, at most 100"
+        default=None, ge=0, description="Linear warm-up, then cosine to 0; null: a tenth of all steps, at most 100"
     )
 
 
@@ -75,16 +81,18 @@ class EfficiencyConfig(RequestModel):
 
 
 class TrainingConfig(RequestModel):
-    n_epochs: int = Field(3, ge=1, le=10_000)
-    max_steps_per_epoch: int | None = Field(None, ge=1, description="Optimizer steps; null (or 0): the whole epoch")
-    gradient_accumulation_steps: int = Field(1, ge=1, le=65536)
-    max_validation_steps: int | None = Field(None, ge=1, description="Batches; null (or 0): all of them")
+    n_epochs: int = Field(default=3, ge=1, le=10_000)
+    max_steps_per_epoch: int | None = Field(
+        default=None, ge=1, description="Optimizer steps; null (or 0): the whole epoch"
+    )
+    gradient_accumulation_steps: int = Field(default=1, ge=1, le=65536)
+    max_validation_steps: int | None = Field(default=None, ge=1, description="Batches; null (or 0): all of them")
     data_config: DataConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     efficiency_config: EfficiencyConfig = EfficiencyConfig()
     dtype: Literal["bf16", "fp32"] | None = "bf16"
-    max_grad_norm: float | None = Field(1.0, gt=0, allow_inf_nan=False, description="null: no clipping")
-    seed: int | None = Field(None, ge=0, lt=2**63, description="null: the provider's `torch_seed`, else 0")
+    max_grad_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False, description="null: no clipping")
+    seed: int | None = Field(default=None, ge=0, lt=2**63, description="null: the provider's `torch_seed`, else 0")
 
     @field_validator("max_steps_per_epoch", "max_validation_steps", mode="before")
     @classmethod
@@ -111,8 +119,8 @@ class LoraFinetuningConfig(RequestModel):
     lora_attn_modules: list[AttentionModule] = ["q_proj", "k_proj", "v_proj", "output_proj"]
     apply_lora_to_mlp: bool = True
     apply_lora_to_output: bool = False
-    rank: int = Field(16, ge=1, le=4096)
-    alpha: int = Field(32, ge=1, le=65536, description="The adapter is scaled by alpha / rank")
+    rank: int = Field(default=16, ge=1, le=4096)
+    alpha: int = Field(default=32, ge=1, le=65536, description="The adapter is scaled by alpha / rank")
     use_dora: bool | None = False
     quantize_base: bool | None = False
 
@@ -141,7 +149,7 @@ class DPOLossType(StrEnum):
 
 
 class DPOAlignmentConfig(RequestModel):
-    beta: float = Field(0.1, gt=0, allow_inf_nan=False)
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     loss_type: DPOLossType = DPOLossType.sigmoid
 
 
@@ -160,7 +168,9 @@ class _JobRequest(RequestModel):
 
 
 class SupervisedFineTuneRequest(_JobRequest):
-    model: Identifier | None = Field(None, description="A model or an earlier checkpoint; null: provider's default")
+    model: Identifier | None = Field(
+        default=None, description="A model or an earlier checkpoint; null: provider's default"
+    )
     checkpoint_dir: str | None = None
     algorithm_config: AlgorithmConfig = LoraFinetuningConfig()
 
@@ -213,7 +223,7 @@ class JobProgress(ResponseModel):
     tokens_per_second: float | None = None
     seconds_left: float | None = None
     skipped_steps: int = 0
-    phase: str | None = Field(None, description="load_model, tokenize, train, validation, checkpoint or verify")
+    phase: str | None = Field(default=None, description="load_model, tokenize, train, validation, checkpoint or verify")
 
 
 class PostTrainingJob(ResponseModel):
@@ -241,11 +251,13 @@ class PostTrainingJobStatusResponse(ResponseModel):
     model: str | None = None
     provider_id: str | None = None
     attempt: int = 0
-    queue_position: int | None = Field(None, description="0: next; null: not waiting")
+    queue_position: int | None = Field(default=None, description="0: next; null: not waiting")
     waiting_reason: str | None = None
     progress: JobProgress | None = None
     error: JobError | None = None
-    report: dict[str, Any] | None = Field(None, description="What the data set held and which settings were used")
+    report: dict[str, Any] | None = Field(
+        default=None, description="What the data set held and which settings were used"
+    )
 
 
 class PostTrainingJobArtifactsResponse(ResponseModel):
@@ -256,4 +268,4 @@ class PostTrainingJobArtifactsResponse(ResponseModel):
 class PostTrainingJobLogStream(ResponseModel):
     job_uuid: str
     log_lines: list[str]
-    next: int = Field(0, description="Pass as `after` to read on from here")
+    next: int = Field(default=0, description="Pass as `after` to read on from here")

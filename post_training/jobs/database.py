@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from sqlalchemy import DateTime, Engine, create_engine, event, inspect, select, text
+from sqlalchemy import DateTime, Engine, create_engine, event, insert, inspect, select, text
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 from sqlalchemy.types import TypeDecorator
@@ -75,7 +75,7 @@ class Database:
                     )
             Base.metadata.create_all(connection)
             if connection.scalar(select(SchemaRow.version)) is None:
-                connection.execute(SchemaRow.__table__.insert().values(version=SCHEMA_VERSION))
+                connection.execute(insert(SchemaRow).values(version=SCHEMA_VERSION))
 
     @contextmanager
     def session(self) -> Iterator[Session]:

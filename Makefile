@@ -1,0 +1,41 @@
+# The commands of the README. Each creates .venv if need be; PYTHON chooses the interpreter it is made with.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
+SOURCES := apis post_training providers distributions tests examples
+
+.PHONY: quickstart test check fix clean
+
+quickstart: $(VENV)/.quickstart
+	$(BIN)/python examples/quickstart/quickstart.py
+
+test: check
+	$(BIN)/python -m pytest
+
+check: $(VENV)/.test
+	$(BIN)/ruff check $(SOURCES)
+	$(BIN)/ruff format --check $(SOURCES)
+	$(BIN)/lint-imports
+	$(BIN)/pyright
+
+fix: $(VENV)/.test
+	$(BIN)/ruff check --fix $(SOURCES)
+	$(BIN)/ruff format $(SOURCES)
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .ruff_cache .hypothesis
+
+$(VENV)/.made:
+	$(PYTHON) -c 'import sys; sys.exit("Postgrad needs Python 3.11 or newer, this is " + sys.version.split()[0]) if sys.version_info < (3, 11) else None'
+	$(PYTHON) -m venv $(VENV)
+	touch $@
+
+# A stamp per extra: make installs again when the pins change.
+$(VENV)/.quickstart: pyproject.toml constraints.txt $(VENV)/.made
+	$(PIP) --editable '.[quickstart]'
+	touch $@
+
+$(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.made
+	$(PIP) --editable '.[test]'
+	touch $@ $(VENV)/.quickstart

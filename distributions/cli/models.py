@@ -1,0 +1,135 @@
+"""`postgrad models …`: see the models of a stack, bring one in, write a merged one out."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import typer
+
+from apis.errors import StackError
+from distributions.cli.groups import CommandGroup
+from distributions.cli.output import AsJson, connect, print_fields, print_json, print_table
+from distributions.home import state_home
+
+if TYPE_CHECKING:
+    from post_training.catalog.models import ModelCatalog
+
+app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
+
+ModelId = Annotated[str, typer.Argument(metavar="MODEL_ID", help="The model's id.", show_default=False)]
+
+
+@app.command("list")
+def list_models(ctx: typer.Context, as_json: AsJson = False) -> None:
+    """List base models and checkpoints.
+
+    \b
+    Example:
+      postgrad models list
+    """
+    answer = connect(ctx).models.list()
+    if as_json:
+        print_json(answer)
+        return
+    rows = [(item.identifier, item.model_type, item.provider_id, item.provider_resource_id) for item in answer]
+    print_table(("MODEL", "TYPE", "PROVIDER", "RESOURCE"), rows)
+
+
+@app.command("get")
+def get(ctx: typer.Context, model_id: ModelId, as_json: AsJson = False) -> None:
+    """Show one model.
+
+    \b
+    Example:
+      postgrad models get SmolLM2-135M-Instruct
+    """
+    answer = connect(ctx).models.get(model_id)
+    if as_json:
+        print_json(answer)
+        return
+    print_fields(
+        [
+            ("model", answer.identifier),
+            ("type", answer.model_type),
+            ("provider", answer.provider_id),
+            ("resource", answer.provider_resource_id),
+            ("metadata", json.dumps(answer.metadata, ensure_ascii=False) if answer.metadata else None),
+        ]
+    )
+
+
+@app.command("unregister")
+def unregister(ctx: typer.Context, model_id: ModelId) -> None:
+    """Forget a model's id. Its files stay.
+
+    \b
+    Example:
+      postgrad models unregister SmolLM2-135M-Instruct
+    """
+    connect(ctx).models.unregister(model_id)
+
+
+@app.command("import")
+def import_model(
+    source: Annotated[str, typer.Argument(metavar="SOURCE", help="A model folder, or a hub id.", show_default=False)],
+    model_id: Annotated[
+        str | None, typer.Option("--model-id", help="Id to import it under. Left out: made of the source's name.")
+    ] = None,
+    allow_hub: Annotated[bool, typer.Option("--allow-hub", help="Let SOURCE be fetched from the hub.")] = False,
+) -> None:
+    """Bring a model into this machine's state folder ($POSTGRAD_HOME or ~/.postgrad) and print its id.
+
+    Works on files, without a server.
+
+    \b
+    Examples:
+      postgrad models import ./SmolLM2-135M-Instruct
+      postgrad models import HuggingFaceTB/SmolLM2-135M-Instruct --allow-hub
+    """
+    from post_training.catalog.importing import import_model as bring_in
+
+    print(bring_in(source, model_id, state_home(), allow_hub=allow_hub))
+
+
+@app.command("export")
+def export_model(
+    checkpoint_id: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT_ID", help="A checkpoint's id.", show_default=False)
+    ],
+    merged: Annotated[bool, typer.Option("--merged", help="Adapter merged into its base: a whole model.")] = False,
+    dtype: Annotated[Literal["fp32", "bf16"], typer.Option("--dtype", help="Number format of the weights.")] = "fp32",
+) -> None:
+    """Write a checkpoint of this machine's state folder as a whole Hugging Face model and print where it lies.
+
+    \b
+    Example:
+      postgrad models export SmolLM2-135M-Instruct-sft-1234-0 --merged --dtype bf16
+    """
+    from post_training.catalog.exporting import export_merged
+
+    if not merged:
+        raise typer.BadParameter("give --merged: the adapter alone is part of every checkpoint already")
+    with _local_catalog(state_home()) as catalog:
+        print(export_merged(catalog, checkpoint_id, dtype))
+
+
+@contextmanager
+def _local_catalog(home: Path) -> Iterator[ModelCatalog]:
+    """The models of a state folder with the default store. Raises StackError where there is none."""
+    from distributions.run_config import StoreConfig
+    from post_training.catalog.models import ModelCatalog
+    from post_training.jobs.database import Database
+
+    url = StoreConfig().sqlalchemy_url(home)
+    if not Path(url.removeprefix("sqlite:///")).is_file():
+        raise StackError(f"{home} holds no store of a stack; set $POSTGRAD_HOME to the stack's state folder")
+    database = Database(url)
+    try:
+        database.create_tables()
+        yield ModelCatalog(database, home)
+    finally:
+        database.close()

@@ -1,0 +1,177 @@
+"""Errors on the wire: our own envelope, OpenAI's on its routes; never a traceback, a server path or an input."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from apis.errors import DataInvalid, PostgradError
+
+log = logging.getLogger(__name__)
+
+RETRY_AFTER_SECONDS = 5
+_OPENAI_TAILS = ("/chat/completions", "/completions")
+_MAX_FAULTS = 20
+_MAX_NAME = 100
+_CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 401: "unauthorized"}
+
+
+def add_exception_handlers(app: FastAPI) -> None:
+    """Answer our errors, invalid requests and unknown routes of `app` in the envelope."""
+    app.add_exception_handler(PostgradError, _on_postgrad_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid_request)
+    app.add_exception_handler(HTTPException, _on_http_exception)
+
+
+def error_response(error: PostgradError, path: str, status: int | None = None) -> JSONResponse:
+    """The answer to a request to `path` that `error` ended."""
+    status = error.http_status if status is None else status
+    headers = {"retry-after": str(RETRY_AFTER_SECONDS)} if error.retryable else {"x-should-retry": "false"}
+    return _answer(path, status, error.code, error.message, error.param, headers, extra=_place(error))
+
+
+class CatchAll:
+    """ASGI middleware: what nobody caught is logged with its traceback and answered with a bare 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        started = False
+
+        async def watch(message: Message) -> None:
+            nonlocal started
+            started = started or message["type"] == "http.response.start"
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watch)
+        except Exception as error:
+            if scope["type"] != "http" or started:
+                raise
+            if not isinstance(error, PostgradError):
+                log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
+                error = PostgradError("the server failed; its log says why")
+            await error_response(error, scope["path"])(scope, receive, send)
+
+
+def _place(error: PostgradError) -> dict[str, Any]:
+    if not isinstance(error, DataInvalid):
+        return {}
+    return {key: value for key, value in (("row", error.row), ("pointer", error.pointer)) if value is not None}
+
+
+def _answer(
+    path: str,
+    status: int,
+    code: str,
+    message: str,
+    param: str | None,
+    headers: Mapping[str, str],
+    extra: Mapping[str, Any],
+    with_detail: bool = True,
+) -> JSONResponse:
+    if path.endswith(_OPENAI_TAILS):
+        body: dict[str, Any] = {
+            "error": {"message": message, "type": _openai_type(status), "param": param, "code": code}
+        }
+    else:
+        body = {"error": {"code": code, "message": message, "param": param, **extra}}
+        if with_detail:
+            body["detail"] = message
+    return JSONResponse(body, status, headers=dict(headers))
+
+
+def _openai_type(status: int) -> str:
+    named = {401: "authentication_error", 429: "rate_limit_error"}
+    return named.get(status, "server_error" if status >= 500 else "invalid_request_error")
+
+
+async def _on_postgrad_error(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, PostgradError)
+    if error.http_status == 500:
+        log.error("%s %s failed", request.method, request.url.path, exc_info=error)
+    return error_response(error, request.url.path)
+
+
+async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    status = error.status_code
+    messages = {
+        404: "there is no such route; GET /v1/inspect/routes lists them all",
+        405: f"this route does not take {request.method}",
+    }
+    headers = {**(error.headers or {}), "x-should-retry": "false"}
+    message = messages.get(status, str(error.detail))
+    return _answer(request.url.path, status, _CODES.get(status, "bad_request"), message, None, headers, extra={})
+
+
+async def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    faults = [_fault(item, error.body) for item in error.errors()[:_MAX_FAULTS]]
+    param = ".".join(map(str, faults[0]["loc"][1:])) or None if faults[0]["type"] != "json_invalid" else None
+    message = f"{param}: {faults[0]['msg']}" if param else faults[0]["msg"]
+    return _answer(
+        request.url.path,
+        400,
+        "invalid_field",
+        message,
+        param,
+        {"x-should-retry": "false"},
+        extra={"detail": {"errors": faults}},
+        with_detail=False,
+    )
+
+
+def _fault(item: Mapping[str, Any], body: Any) -> dict[str, Any]:
+    loc = list(item["loc"])
+    plain = [loc[0], *_field_path(loc[1:], body)] if loc and loc[0] == "body" else loc
+    return {"loc": [_short(part) for part in plain], "msg": _message(item, body), "type": item["type"]}
+
+
+def _short(part: Any) -> Any:
+    return part if isinstance(part, int) or len(part) <= _MAX_NAME else part[:_MAX_NAME] + "…"
+
+
+def _field_path(loc: Sequence[Any], body: Any) -> list[Any]:
+    """`loc` without the tags that pydantic puts in for a tagged union: clients know the fields only."""
+    path: list[Any] = []
+    node, tag_left_out = body, False
+    for index, part in enumerate(loc):
+        is_last = index == len(loc) - 1
+        if isinstance(node, Mapping) and node.get("type") == part and not tag_left_out and not is_last:
+            tag_left_out = True
+            continue
+        path.append(part)
+        node, tag_left_out = _child(node, part), False
+    return path
+
+
+def _child(node: Any, part: Any) -> Any:
+    try:
+        return node[part]
+    except (KeyError, IndexError, TypeError):
+        return None
+
+
+def _message(item: Mapping[str, Any], body: Any) -> str:
+    """What is wrong, without the value: it may be long, or private."""
+    kind, context = item["type"], item.get("ctx") or {}
+    if kind == "json_invalid":
+        return f"the body is not valid JSON: {context.get('error')} at character {item['loc'][-1]}"
+    if kind == "extra_forbidden":
+        return "there is no such field"
+    if kind == "union_tag_invalid":
+        return f"{context.get('discriminator')} must be one of {context.get('expected_tags')}"
+    if kind == "value_error":
+        return str(context.get("error", item["msg"]))
+    if list(item["loc"]) == ["body"] and isinstance(body, bytes):
+        return "the body must be JSON, sent with content-type: application/json"
+    return str(item["msg"])

@@ -1,0 +1,176 @@
+"""What meets a request before its route: a trace id, the key check, the size limit, translation of old shapes."""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import json
+import re
+import secrets
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from apis.errors import StackError, TooLarge, Unauthorized
+from distributions.errors import error_response
+
+Translation = Callable[[dict[str, Any]], dict[str, Any]]
+OPEN_PATHS = frozenset({"/v1/health"})
+HASH_PREFIX = "sha256:"
+
+
+class TraceId:
+    """Gives every answer an `x-trace-id` of 32 hexadecimal digits."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        trace_id = secrets.token_hex(16)
+
+        async def mark(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                MutableHeaders(scope=message).setdefault("x-trace-id", trace_id)
+            await send(message)
+
+        await self.app(scope, receive, mark)
+
+
+def hash_key(key: str) -> bytes:
+    """The digest of an API key. `sha256:<hex>` is the digest itself, so that a run.yaml need not hold the key.
+
+    Raises:
+        StackError: what follows `sha256:` is not a digest.
+    """
+    if not key.startswith(HASH_PREFIX):
+        return hashlib.sha256(key.encode()).digest()
+    digest = key.removeprefix(HASH_PREFIX)
+    if not re.fullmatch("[0-9a-fA-F]{64}", digest):
+        raise StackError(f"the API key: after `{HASH_PREFIX}` there must be 64 hexadecimal digits")
+    return bytes.fromhex(digest)
+
+
+class ApiKey:
+    """Demands `Authorization: Bearer <key>` on every route but health."""
+
+    def __init__(self, app: ASGIApp, digest: bytes) -> None:
+        self.app, self.digest = app, digest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._holds_key(scope):
+            await self.app(scope, receive, send)
+            return
+        error = Unauthorized("this server needs its API key: send `Authorization: Bearer <key>`")
+        response = error_response(error, scope["path"])
+        response.headers["www-authenticate"] = "Bearer"
+        await response(scope, receive, send)
+
+    def _holds_key(self, scope: Scope) -> bool:
+        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
+        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
+        return hmac.compare_digest(given, self.digest) and scheme.lower() == "bearer"
+
+
+class _Exceeded(HTTPException):
+    """An HTTPException, since FastAPI turns any other exception while it reads a body into a 400."""
+
+
+class BodyLimit:
+    """Refuses a body of more than `limit` bytes, whether its length is declared or only shows while it arrives."""
+
+    def __init__(self, app: ASGIApp, limit: int) -> None:
+        self.app, self.limit = app, limit
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self.app(scope, receive, send)
+            return
+        error = TooLarge(f"the body is over this server's limit of {self.limit} bytes")
+        declared = Headers(scope=scope).get("content-length", "")
+        if declared.isdigit() and int(declared) > self.limit:
+            await self._drain(receive)
+            await error_response(error, scope["path"])(scope, receive, send)
+            return
+        try:
+            await self.app(scope, self._counting(receive, error), send)
+        except _Exceeded:
+            await error_response(error, scope["path"])(scope, receive, send)
+
+    def _counting(self, receive: Receive, error: TooLarge) -> Receive:
+        seen = 0
+
+        async def count() -> Message:
+            nonlocal seen
+            message = await receive()
+            seen += len(message.get("body", b""))
+            if seen > self.limit:
+                await self._drain(receive)
+                raise _Exceeded(error.http_status, error.message)
+            return message
+
+        return count
+
+    async def _drain(self, receive: Receive) -> None:
+        """Read a little further, so that a client that sends first and reads afterwards gets the answer."""
+        left = self.limit
+        while left > 0:
+            message = await receive()
+            left -= len(message.get("body", b""))
+            if not message.get("more_body", False):
+                return
+
+
+class TranslateBody:
+    """Hands the JSON object in a request's body to the translation of its path, so that routes see one shape only."""
+
+    def __init__(self, app: ASGIApp, translations: Mapping[str, Translation]) -> None:
+        self.app, self.translations = app, translations
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        posted = scope["type"] == "http" and scope["method"] == "POST"
+        translation = self.translations.get(scope["path"]) if posted else None
+        if translation is None:
+            await self.app(scope, receive, send)
+            return
+        body = _translated(await _read(receive), translation)
+        given = False
+
+        async def replay() -> Message:
+            nonlocal given
+            if given:
+                return await receive()
+            given = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        await self.app(_with_length(scope, len(body)), replay, send)
+
+
+async def _read(receive: Receive) -> bytes:
+    parts: list[bytes] = []
+    more = True
+    while more:
+        message = await receive()
+        parts.append(message.get("body", b""))
+        more = message.get("more_body", False)
+    return b"".join(parts)
+
+
+def _translated(body: bytes, translation: Translation) -> bytes:
+    try:
+        value = json.loads(body)
+    except (ValueError, RecursionError):
+        return body  # the route says what is wrong with it
+    if not isinstance(value, dict):
+        return body
+    translated = translation(value)
+    return body if translated == value else json.dumps(translated).encode()
+
+
+def _with_length(scope: Scope, length: int) -> Scope:
+    headers = [
+        (name, value) for name, value in scope["headers"] if name not in (b"content-length", b"transfer-encoding")
+    ]
+    return {**scope, "headers": [*headers, (b"content-length", str(length).encode())]}

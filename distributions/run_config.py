@@ -1,0 +1,242 @@
+"""A run.yaml, read: which template or file, checked, with its environment variables put in."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import quote
+
+import yaml
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+
+from apis.common import Api
+from apis.datasets.models import RegisterDatasetRequest
+from apis.errors import RunConfigInvalid, UnknownTemplate
+from apis.models.models import RegisterModelRequest
+from distributions.dialects.llama_stack_v1 import translate_dataset_registration
+from distributions.environment import DISABLED, substitute
+from distributions.home import state_home
+
+log = logging.getLogger(__name__)
+
+DEFAULT_PORT = 8321
+MAX_BODY_BYTES = 64 * 2**20
+_SHOWN_FAULTS = 5
+# Beside this package in a checkout and in an installed wheel alike. importlib.resources can't open a namespace package
+# of an editable installation, and would mix in any other folder of that common name.
+_TEMPLATES = Path(__file__).resolve().parent.parent / "templates"
+
+
+class _Section(BaseModel):
+    # A variable's text such as "8321" or "2024" is read as a number before it gets here; a name may well look like one.
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_absent(cls, value: Any) -> Any:
+        return {k: v for k, v in value.items() if v is not None} if isinstance(value, Mapping) else value
+
+
+class ProviderEntry(_Section):
+    """One provider. A `provider_id` that is null, empty or `__disabled__` switches it off."""
+
+    provider_id: str = DISABLED
+    provider_type: str = ""
+    config: dict[str, Any] = {}
+    module: str | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _id_is_given(cls, value: Any) -> Any:
+        if isinstance(value, Mapping) and "provider_id" not in value:
+            raise ValueError("provider_id is missing")
+        return value
+
+    @model_validator(mode="after")
+    def _type_is_given(self) -> ProviderEntry:
+        if self.enabled and not self.provider_type:
+            raise ValueError("provider_type is missing")
+        return self
+
+    @property
+    def enabled(self) -> bool:
+        return self.provider_id not in ("", DISABLED)
+
+
+class StoreConfig(_Section):
+    """Where jobs, data sets and models are kept: a SQLite file, or PostgreSQL by `url` or by its parts."""
+
+    type: Literal["sqlite", "postgres"] = "sqlite"
+    namespace: str | None = None
+    db_path: str | None = None
+    url: str | None = None
+    host: str = "localhost"
+    port: int = 5432
+    db: str = "postgrad"
+    user: str = "postgrad"
+    password: str = ""
+    table_name: str | None = None
+
+    def sqlalchemy_url(self, home: Path) -> str:
+        if self.url:
+            return self.url
+        if self.type == "sqlite":
+            return f"sqlite:///{self.db_path or home / 'postgrad.db'}"
+        login = quote(self.user, safe="") + (f":{quote(self.password, safe='')}" if self.password else "")
+        return f"postgresql://{login}@{self.host}:{self.port}/{quote(self.db, safe='')}"
+
+
+class ServerConfig(_Section):
+    host: str = "127.0.0.1"
+    port: Annotated[int, Field(ge=0, le=65535)] = DEFAULT_PORT
+    api_key: Annotated[str, Field(min_length=1)] | None = None
+    max_body_bytes: Annotated[int, Field(ge=1024)] = MAX_BODY_BYTES
+
+
+class LoggingConfig(_Section):
+    """`all` sets the level of everything, any other name that of the logger so called."""
+
+    category_levels: dict[str, str] = {}
+
+
+class ModelEntry(RegisterModelRequest):
+    model_config = ConfigDict(coerce_numbers_to_str=True)
+
+
+class DatasetEntry(RegisterDatasetRequest):
+    provider_id: str | None = None
+
+
+def _store(value: Any) -> Any:
+    return {"type": "postgres", "url": value} if isinstance(value, str) else value
+
+
+def _empty_list(value: Any) -> Any:
+    return [] if value is None else value
+
+
+def _without_disabled(value: Any) -> Any:
+    if not isinstance(value, list):
+        return value
+    return [item for item in value if not (isinstance(item, Mapping) and item.get("provider_id") == DISABLED)]
+
+
+def _dataset_entry(value: Any) -> Any:
+    return translate_dataset_registration(value) if isinstance(value, dict) else value
+
+
+class StackRunConfig(_Section):
+    """What a run.yaml of `version: 2` says, as far as it concerns this stack."""
+
+    version: Annotated[Literal[2], BeforeValidator(lambda v: 2 if v == "2" else v)] = 2
+    image_name: str = "postgrad"
+    apis: list[Api] = []
+    providers: dict[Api, Annotated[list[ProviderEntry], BeforeValidator(_empty_list)]] = {}
+    metadata_store: Annotated[StoreConfig, BeforeValidator(_store)] = StoreConfig()
+    models: Annotated[list[ModelEntry], BeforeValidator(_without_disabled)] = []
+    datasets: Annotated[
+        list[Annotated[DatasetEntry, BeforeValidator(_dataset_entry)]], BeforeValidator(_without_disabled)
+    ] = []
+    server: ServerConfig = ServerConfig()
+    logging: LoggingConfig = LoggingConfig()
+
+    _environ: dict[str, str] = {}
+
+    @property
+    def home(self) -> Path:
+        """The state folder under the environment that the file was read with."""
+        return state_home(self._environ)
+
+    @property
+    def environ(self) -> Mapping[str, str]:
+        return self._environ
+
+    def serves(self, api: Api) -> bool:
+        return not self.apis or api in self.apis
+
+
+def template_names() -> list[str]:
+    """Every template that ships with this installation, sorted."""
+    return sorted(file.parent.name for file in _TEMPLATES.glob("*/run.yaml"))
+
+
+def template_text(name: str) -> str:
+    return (_TEMPLATES / name / "run.yaml").read_text(encoding="utf-8")
+
+
+def load_run_config(name_or_path: str, environ: Mapping[str, str]) -> StackRunConfig:
+    """Read a template by its name, or a run.yaml by its path.
+
+    Raises:
+        UnknownTemplate: neither a template nor a file.
+        RunConfigInvalid: not YAML (with the line), or a value that cannot be used (with its dotted path).
+        EnvironmentUnset: see `environment.substitute`.
+    """
+    text, source = _read(name_or_path)
+    raw = _parse(text, source)
+    ours = _keep_ours(raw, source)
+    try:
+        config = StackRunConfig.model_validate(substitute(ours, environ))
+    except ValidationError as error:
+        raise RunConfigInvalid(f"{source}: {_faults(error)}") from None
+    config._environ = dict(environ)
+    return config
+
+
+def _read(name_or_path: str) -> tuple[str, str]:
+    names = template_names()
+    if name_or_path in names:
+        return template_text(name_or_path), f"template {name_or_path}"
+    path = Path(name_or_path).expanduser()
+    path = path / "run.yaml" if path.is_dir() else path
+    try:
+        return path.read_text(encoding="utf-8"), str(path)
+    except FileNotFoundError:
+        if path.suffix in (".yaml", ".yml") or "/" in name_or_path:
+            raise RunConfigInvalid(f"there is no file {path}; templates by name: {', '.join(names)}") from None
+        raise UnknownTemplate(
+            f"there is no template {name_or_path!r}; there are: {', '.join(names)}; or give the path of a run.yaml"
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunConfigInvalid(f"{path} cannot be read as UTF-8 text: {error}") from error
+
+
+def _parse(text: str, source: str) -> dict[str, Any]:
+    try:
+        raw = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        mark = getattr(error, "problem_mark", None)
+        where = "" if mark is None else f", line {mark.line + 1}, column {mark.column + 1}"
+        what = getattr(error, "problem", None) or str(error)
+        raise RunConfigInvalid(f"{source}{where}: not YAML: {what}") from None
+    if not isinstance(raw, dict):
+        raise RunConfigInvalid(f"{source}: a run.yaml is a mapping with keys such as version, apis and providers")
+    return raw
+
+
+def _keep_ours(raw: dict[str, Any], source: str) -> dict[str, Any]:
+    """Drop what other stacks' APIs need, with a warning line each, before its variables are asked for."""
+    apis = {api.value for api in Api}
+    ours = {key: value for key, value in raw.items() if key in StackRunConfig.model_fields}
+    for key, value in raw.items():
+        if key not in ours and value:
+            log.warning("%s: section %r has no meaning here and is left out", source, key)
+    listed, providers = raw.get("apis"), raw.get("providers")
+    foreign: list[object] = []
+    if isinstance(listed, list):
+        ours["apis"] = [api for api in listed if api in apis]
+        foreign += [api for api in listed if api not in apis]
+    if isinstance(providers, dict):
+        ours["providers"] = {api: entries for api, entries in providers.items() if api in apis}
+        foreign += [api for api, entries in providers.items() if api not in apis and entries]
+    for api in dict.fromkeys(map(str, foreign)):
+        log.warning("%s: API %r is not one of this stack's (%s) and is left out", source, api, ", ".join(sorted(apis)))
+    return ours
+
+
+def _faults(error: ValidationError) -> str:
+    faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+    more = len(faults) - _SHOWN_FAULTS
+    return "; ".join(faults[:_SHOWN_FAULTS]) + (f"; and {more} more" if more > 0 else "")

@@ -1,0 +1,158 @@
+"""A built stack: its store, catalogs and providers, started and shut down together."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import shutil
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from sqlalchemy.exc import SQLAlchemyError
+
+# Imported for its tables, which must be known before the store makes what is missing.
+import post_training.jobs.tables  # noqa: F401
+from apis.common import Api
+from apis.datasets.models import RegisterDatasetRequest
+from apis.errors import PostgradError, RunConfigInvalid, StackError
+from apis.models.models import RegisterModelRequest
+from distributions.home import ensure_home
+from distributions.resolver import BuiltProvider, PlannedProvider, build
+from distributions.run_config import StackRunConfig
+from post_training.catalog.datasets import DatasetCatalog
+from post_training.catalog.models import ModelCatalog
+from post_training.jobs.database import Database
+
+log = logging.getLogger(__name__)
+
+PROVIDER_SHUTDOWN_SECONDS = 10
+
+
+@dataclass
+class Stack:
+    """A built stack. `start` and `shutdown` may each be called more than once; only the first call acts."""
+
+    config: StackRunConfig
+    database: Database
+    models: ModelCatalog
+    datasets: DatasetCatalog
+    providers: list[BuiltProvider]
+    _started: list[BuiltProvider] = field(default_factory=list)
+    _running: bool = False
+
+    def impl(self, api: Api) -> Any | None:
+        """The one implementation of `api`, None where the stack does not serve it."""
+        if not self.config.serves(api):
+            return None
+        return next((b.impl for b in self.providers if b.planned.api is api), None)
+
+    async def start(self) -> None:
+        """Start every provider, dependencies first; on a failure those already started are shut down."""
+        if self._running:
+            return
+        self._running = True
+        try:
+            for built in self.providers:
+                self._started.append(built)
+                await _start(built)
+        except BaseException:
+            await self.shutdown()
+            raise
+
+    async def shutdown(self) -> None:
+        """Shut every started provider down, last started first. One that fails or hangs does not keep the others up."""
+        while self._started:
+            built = self._started.pop()
+            if not hasattr(built.impl, "shutdown"):
+                continue
+            try:
+                async with asyncio.timeout(PROVIDER_SHUTDOWN_SECONDS):
+                    await built.impl.shutdown()
+            except Exception:  # whatever a provider does, the rest must still be shut down
+                log.exception("provider %s did not shut down cleanly", built.planned.provider_id)
+        if self._running:
+            self._running = False
+            self.database.close()
+
+
+async def _start(built: BuiltProvider) -> None:
+    if not hasattr(built.impl, "start"):
+        return
+    try:
+        await built.impl.start()
+    except PostgradError:
+        raise
+    except Exception as error:  # whatever a provider does, the command line says which one it was
+        what = f"{built.planned.path}: provider {built.planned.provider_id} did not start"
+        raise StackError(f"{what}: {type(error).__name__}: {error}") from error
+
+
+async def build_stack(config: StackRunConfig, planned: Sequence[PlannedProvider]) -> Stack:
+    """Open the store and make every provider; register what the run.yaml lists.
+
+    Raises:
+        StackError: the store cannot be opened, or a provider cannot be built. A state folder made by this call is
+            removed again.
+        RunConfigInvalid: a listed model or data set cannot be registered.
+    """
+    made_home = ensure_home(config.home)
+    database: Database | None = None
+    try:
+        database = _open_store(config)
+        models = ModelCatalog(database, config.home)
+        datasets = DatasetCatalog(database, config.home)
+        providers = await build(planned, database, models, datasets, config)
+        stack = Stack(config, database, models, datasets, providers)
+        await _register_listed(stack)
+        return stack
+    except BaseException:
+        if database is not None:
+            database.close()
+        if made_home:
+            shutil.rmtree(config.home, ignore_errors=True)
+        raise
+
+
+def _open_store(config: StackRunConfig) -> Database:
+    store = config.metadata_store
+    url = store.sqlalchemy_url(config.home)
+    try:
+        if store.type == "sqlite" and store.db_path:
+            Path(store.db_path).parent.mkdir(parents=True, exist_ok=True)
+        database = Database(url)
+        database.create_tables()
+        return database
+    except (SQLAlchemyError, ImportError, OSError) as error:
+        # The message of a database error may hold the URL and its password; its kind and cause do not.
+        cause = type(getattr(error, "orig", None) or error).__name__
+        raise StackError(
+            f"metadata_store: the {store.type} store cannot be opened ({cause}): "
+            "check its path or address, and that its driver is installed"
+        ) from error
+
+
+async def _register_listed(stack: Stack) -> None:
+    ids = {built.planned.provider_id for built in stack.providers}
+    for index, model in enumerate(stack.config.models):
+        if model.provider_id and model.provider_id not in ids:
+            log.warning("models.%d: %s: no provider %s is configured", index, model.model_id, model.provider_id)
+            continue
+        with _naming(f"models.{index}"):
+            await stack.models.register_model(RegisterModelRequest(**model.model_dump()))
+    for index, dataset in enumerate(stack.config.datasets):
+        if dataset.provider_id and dataset.provider_id not in ids:
+            log.warning("datasets.%d: %s: no provider %s is configured", index, dataset.dataset_id, dataset.provider_id)
+            continue
+        with _naming(f"datasets.{index}"):
+            await stack.datasets.register_dataset(RegisterDatasetRequest(**dataset.model_dump(exclude={"provider_id"})))
+
+
+@contextmanager
+def _naming(path: str) -> Iterator[None]:
+    try:
+        yield
+    except PostgradError as error:
+        raise RunConfigInvalid(f"{path}: {error.message}", param=path) from error

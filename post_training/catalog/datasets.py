@@ -1,0 +1,331 @@
+"""The data set catalog: which data sets are registered, and their rows.
+
+Rows that travel inside a source are kept as JSON lines under `<home>/datasets/`. The store says how many bytes of such
+a file count, so an append is complete once the store is committed, and not before.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import json
+import os
+import threading
+import uuid
+from collections.abc import Iterable, Sequence
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from pydantic import TypeAdapter
+from sqlalchemy import JSON, BigInteger, String, Text, select
+from sqlalchemy.exc import IntegrityError
+from sqlalchemy.orm import Mapped, Session, mapped_column
+
+from apis.common import MAX_IDENTIFIER_LENGTH
+from apis.datasets.models import (
+    Dataset,
+    DatasetPurpose,
+    DataSource,
+    IterrowsResponse,
+    ListDatasetsResponse,
+    RegisterDatasetRequest,
+    Row,
+    RowsDataSource,
+)
+from apis.datasets.protocol import DatasetIO
+from apis.errors import Conflict, DatasetNotFound, InvalidField, TooLarge
+from post_training.catalog.naming import folder_name
+from post_training.data.records import encode_rows
+from post_training.data.sources import RowReader, SourcePolicy, is_inline_source, open_rows
+from post_training.jobs.database import Base, Database, UtcDateTime, now
+from post_training.jobs.spec import DatasetRef
+
+_SMALL_BYTES = 2**20
+_SOURCE: TypeAdapter[DataSource] = TypeAdapter(DataSource)
+
+
+class DatasetRow(Base):
+    """A registered data set. `rows_file` is relative to the home folder; its first `rows_bytes` bytes are the rows."""
+
+    __tablename__ = "catalog_datasets"
+
+    identifier: Mapped[str] = mapped_column(String(MAX_IDENTIFIER_LENGTH), primary_key=True)
+    provider_id: Mapped[str] = mapped_column(String(MAX_IDENTIFIER_LENGTH))
+    purpose: Mapped[str] = mapped_column(String(64))
+    source: Mapped[dict[str, Any]] = mapped_column(JSON)
+    details: Mapped[dict[str, Any]] = mapped_column(JSON)
+    fingerprint: Mapped[str] = mapped_column(String(64))
+    rows_file: Mapped[str | None] = mapped_column(Text)
+    rows_bytes: Mapped[int | None] = mapped_column(BigInteger)
+    created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+
+
+class DatasetCatalog:
+    """Fulfils `apis.datasets.Datasets`. Files and store are worked on in threads, never on the event loop."""
+
+    def __init__(self, database: Database, home: Path) -> None:
+        self._database = database
+        self._home = home
+        self._appending = threading.Lock()
+        self._sources: dict[str, DatasetIO] = {}
+
+    def attach_sources(self, sources: Sequence[DatasetIO]) -> None:
+        """Set the providers of `datasetio`; for each data set the first that accepts its source is asked."""
+        self._sources = {source.provider_id: source for source in sources}
+
+    async def register_dataset(self, request: RegisterDatasetRequest) -> Dataset:
+        """See `apis.datasets.Datasets`. A small source is read whole, of a large one the first row."""
+        return await anyio.to_thread.run_sync(self._register, request)
+
+    async def list_datasets(self) -> ListDatasetsResponse:
+        """Every data set, oldest first. Inline rows are left out here; `get_dataset` has them."""
+        return await anyio.to_thread.run_sync(self._list)
+
+    async def get_dataset(self, dataset_id: str) -> Dataset:
+        return await anyio.to_thread.run_sync(self._get, dataset_id)
+
+    async def unregister_dataset(self, dataset_id: str) -> None:
+        await anyio.to_thread.run_sync(self._unregister, dataset_id)
+
+    async def iterrows(
+        self, dataset_id: str, start_index: int | None = None, limit: int | None = None
+    ) -> IterrowsResponse:
+        return await anyio.to_thread.run_sync(partial(self._iterrows, dataset_id, start_index or 0, limit))
+
+    async def append_rows(self, dataset_id: str, rows: list[Row]) -> None:
+        await anyio.to_thread.run_sync(self._append, dataset_id, rows)
+
+    def reference(self, dataset_id: str) -> DatasetRef:
+        """What a worker needs to read the data set as it is now; rows appended later are not part of it.
+
+        Raises:
+            DatasetNotFound: no such data set.
+            InvalidField: its provider is no longer configured.
+        """
+        row = self._find(dataset_id)
+        return DatasetRef(dataset_id=dataset_id, source=row.source, policy=self._policy(row).model_dump())
+
+    # -- in threads ----------------------------------------------------------------------------------------------
+
+    def _register(self, request: RegisterDatasetRequest) -> Dataset:
+        identifier = request.dataset_id or f"dataset-{uuid.uuid4()}"
+        fingerprint = _fingerprint(request)
+        with self._database.session() as session:
+            found = session.get(DatasetRow, identifier)
+        if found is not None:
+            return self._same_or_conflict(found, fingerprint)
+        provider = self._provider_for(request)
+        reader = open_rows(request.source, SourcePolicy.model_validate(provider.source_policy()))
+        row = DatasetRow(
+            identifier=identifier,
+            provider_id=provider.provider_id,
+            purpose=request.purpose.value,
+            source=_slim(request.source),
+            details=request.metadata or {},
+            fingerprint=fingerprint,
+            created_at=now(),
+        )
+        if is_inline_source(request.source):
+            row.rows_file, row.rows_bytes = self._store_rows(identifier, reader)
+        else:
+            _probe(reader)
+        return self._insert(row)
+
+    def _insert(self, row: DatasetRow) -> Dataset:
+        try:
+            with self._database.session() as session:
+                session.add(row)
+        except IntegrityError:
+            # Another request was first; what this one wrote belongs to nobody.
+            self._delete_rows(row.rows_file)
+            return self._same_or_conflict(self._find(row.identifier), row.fingerprint)
+        except BaseException:
+            self._delete_rows(row.rows_file)
+            raise
+        return self._dataset(row)
+
+    def _same_or_conflict(self, row: DatasetRow, fingerprint: str) -> Dataset:
+        if row.fingerprint != fingerprint:
+            raise Conflict(
+                f"the data set {row.identifier!r} is registered with another source, purpose or metadata: "
+                "unregister it first, or choose another id",
+                param="dataset_id",
+            )
+        return self._dataset(row)
+
+    def _provider_for(self, request: RegisterDatasetRequest) -> DatasetIO:
+        named = (request.metadata or {}).get("provider_id")
+        if named is not None:
+            return self._provider(named)
+        for provider in self._sources.values():
+            if provider.accepts(request.source):
+                return provider
+        # No provider takes it: the most closed policy says what is wrong with the source.
+        open_rows(request.source, SourcePolicy())
+        raise InvalidField("no configured datasetio provider reads this source; add one in run.yaml", param="source")
+
+    def _provider(self, provider_id: object) -> DatasetIO:
+        provider = self._sources.get(provider_id) if isinstance(provider_id, str) else None
+        if provider is None:
+            raise InvalidField(
+                f"no datasetio provider {provider_id!r} is configured; there is {', '.join(self._sources) or 'none'}",
+                param="metadata.provider_id",
+            )
+        return provider
+
+    def _policy(self, row: DatasetRow) -> SourcePolicy:
+        policy = SourcePolicy.model_validate(self._provider(row.provider_id).source_policy())
+        if row.rows_file is None:
+            return policy
+        return policy.model_copy(
+            update={"rows_file": str((self._home / row.rows_file).resolve()), "rows_bytes": row.rows_bytes}
+        )
+
+    def _reader(self, row: DatasetRow) -> RowReader:
+        return open_rows(_SOURCE.validate_python(row.source), self._policy(row))
+
+    def _list(self) -> ListDatasetsResponse:
+        with self._database.session() as session:
+            rows = session.scalars(select(DatasetRow).order_by(DatasetRow.created_at, DatasetRow.identifier)).all()
+        return ListDatasetsResponse(data=[_dataset(row, _SOURCE.validate_python(row.source)) for row in rows])
+
+    def _get(self, dataset_id: str) -> Dataset:
+        return self._dataset(self._find(dataset_id))
+
+    def _dataset(self, row: DatasetRow) -> Dataset:
+        source = _SOURCE.validate_python(row.source)
+        if isinstance(source, RowsDataSource):
+            source = RowsDataSource(rows=list(self._reader(row)))
+        return _dataset(row, source)
+
+    def _find(self, dataset_id: str) -> DatasetRow:
+        with self._database.session() as session:
+            return _load(session, dataset_id)
+
+    def _unregister(self, dataset_id: str) -> None:
+        with self._database.session() as session:
+            row = _load(session, dataset_id)
+            session.delete(row)
+        self._delete_rows(row.rows_file)
+
+    def _iterrows(self, dataset_id: str, start: int, limit: int | None) -> IterrowsResponse:
+        if start < 0:
+            raise InvalidField(f"must be 0 or more, found {start}", param="start_index")
+        if limit is not None and limit < -1:
+            raise InvalidField(f"must be 0 or more, or -1 for all rows, found {limit}", param="limit")
+        stop = None if limit is None or limit == -1 else start + limit
+        rows = iter(self._reader(self._find(dataset_id)))
+        data = list(itertools.islice(rows, start, stop))
+        return IterrowsResponse(data=data, has_more=next(rows, None) is not None)
+
+    def _append(self, dataset_id: str, rows: list[Row]) -> None:
+        content = encode_rows(rows)
+        with self._appending, self._database.session() as session:
+            row = _load(session, dataset_id, lock=True)
+            if row.source["type"] != "rows" or row.rows_file is None or row.rows_bytes is None:
+                raise InvalidField(
+                    f"the data set {dataset_id!r} is read from a URI and cannot be appended to: "
+                    "change the file, or register the rows themselves",
+                    param="dataset_id",
+                )
+            _check_size(len(content), self._policy(row))
+            _append_durably(self._home / row.rows_file, row.rows_bytes, content)
+            row.rows_bytes += len(content)
+
+    def _store_rows(self, identifier: str, rows: Iterable[Row]) -> tuple[str, int]:
+        content = encode_rows(rows)
+        # A new name each time, so that a job of an earlier data set with this id never reads this one's rows.
+        relative = Path("datasets", folder_name(identifier), f"{uuid.uuid4().hex}.jsonl")
+        _write_durably(self._home / relative, content)
+        return str(relative), len(content)
+
+    def _delete_rows(self, rows_file: str | None) -> None:
+        if rows_file is None:
+            return
+        path = self._home / rows_file
+        path.unlink(missing_ok=True)
+        if not any(path.parent.iterdir()):
+            path.parent.rmdir()
+
+
+def _load(session: Session, dataset_id: str, *, lock: bool = False) -> DatasetRow:
+    row = session.get(DatasetRow, dataset_id, with_for_update=lock)
+    if row is None:
+        raise DatasetNotFound(f"there is no data set {dataset_id!r}; register it first", param="dataset_id")
+    return row
+
+
+def _dataset(row: DatasetRow, source: DataSource) -> Dataset:
+    return Dataset(
+        identifier=row.identifier,
+        provider_resource_id=row.identifier,
+        provider_id=row.provider_id,
+        purpose=DatasetPurpose(row.purpose),
+        source=source,
+        metadata=row.details,
+    )
+
+
+def _slim(source: DataSource) -> dict[str, Any]:
+    """The source as it is stored: rows are in their file already."""
+    return {"type": "rows", "rows": []} if isinstance(source, RowsDataSource) else source.model_dump()
+
+
+def _fingerprint(request: RegisterDatasetRequest) -> str:
+    content = {
+        "source": request.source.model_dump(),
+        "purpose": request.purpose.value,
+        "metadata": request.metadata or {},
+    }
+    return hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+
+
+def _probe(reader: RowReader) -> None:
+    """Read a small source whole, of a large one the first row. Raises DataInvalid."""
+    if reader.size_bytes is not None and reader.size_bytes <= _SMALL_BYTES:
+        reader.count()
+    else:
+        next(iter(reader))
+
+
+def _check_size(size: int, policy: SourcePolicy) -> None:
+    if size > policy.max_inline_bytes:
+        raise TooLarge(
+            f"{size} bytes of rows are over the limit of {policy.max_inline_bytes}; append them in smaller portions",
+            param="rows",
+        )
+
+
+def _write_durably(path: Path, content: bytes) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial_path = path.with_suffix(".partial")
+    with partial_path.open("wb") as file:
+        _write_through(file.fileno(), content)
+    partial_path.rename(path)
+    for folder in (path.parent, path.parent.parent):
+        _sync_folder(folder)
+
+
+def _append_durably(path: Path, size: int, content: bytes) -> None:
+    # An append that never reached the store may have left bytes after `size`; they are written over, never read.
+    with path.open("r+b") as file:
+        file.seek(size)
+        _write_through(file.fileno(), content)
+
+
+def _write_through(descriptor: int, content: bytes) -> None:
+    view = memoryview(content)
+    while view:
+        view = view[os.write(descriptor, view) :]
+    os.fsync(descriptor)
+
+
+def _sync_folder(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,134 @@
+"""Work that needs torch, done in a process of its own for callers that must not load it, or must survive it.
+
+The child reads one JSON request from standard input and answers with one JSON line. It also holds one end of a pipe
+that closes when the caller dies, and then ends itself, so nothing is left computing for nobody.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import signal
+import subprocess
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from typing import Any
+
+from apis.errors import OutOfMemory, PostgradError
+
+logger = logging.getLogger(__name__)
+_LOGGED_CHARACTERS = 4000
+_LIFELINE = "POSTGRAD_LIFELINE_FD"
+
+
+def run_child(
+    module: str,
+    request: Mapping[str, Any],
+    *,
+    what: str,
+    failure: type[PostgradError],
+    timeout: float,
+    threads: int | None = None,
+) -> dict[str, Any]:
+    """Run `python -m <module>` on `request` and return its answer. Nothing of it outlives the call.
+
+    Args:
+        what: names the work in messages, such as "the verification".
+        failure: raised where the child ends without an answer, or not within `timeout` seconds.
+        threads: CPU threads of the child; None leaves it to the machine.
+
+    Raises:
+        PostgradError: the child's own, with its class and message.
+        OutOfMemory: the system killed the child.
+    """
+    reader, writer = os.pipe()
+    try:
+        process = _start(module, reader, threads)
+        output, errors = _finish(process, json.dumps(request), what, failure, timeout)
+    finally:
+        os.close(reader)
+        os.close(writer)
+    answer = json.loads(output) if process.returncode == 0 and output else {}
+    if "error" in answer:
+        raise _error_class(answer["error"]["code"], failure)(answer["error"]["message"])
+    if "result" not in answer:
+        logger.error("%s ended with code %d: %s", what, process.returncode, errors[-_LOGGED_CHARACTERS:])
+        raise _silence(process.returncode, what, failure)
+    return answer["result"]
+
+
+def serve_child(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+    """The child's side: one request through `handler`. What libraries print goes to standard error."""
+    _die_with_caller()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    request = json.loads(sys.stdin.read())
+    try:
+        answer = {"result": handler(request)}
+    except PostgradError as error:
+        answer = {"error": {"code": error.code, "message": error.message}}
+        traceback.print_exc()
+    with answers:
+        json.dump(answer, answers)
+
+
+def _start(module: str, lifeline: int, threads: int | None) -> subprocess.Popen[str]:
+    environment = {**os.environ, _LIFELINE: str(lifeline), "TOKENIZERS_PARALLELISM": "false"}
+    if threads:
+        environment["OMP_NUM_THREADS"] = str(threads)
+    return subprocess.Popen(
+        [sys.executable, "-m", module],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        pass_fds=(lifeline,),
+        start_new_session=True,
+        text=True,
+        env=environment,
+    )
+
+
+def _finish(
+    process: subprocess.Popen[str], request: str, what: str, failure: type[PostgradError], timeout: float
+) -> tuple[str, str]:
+    try:
+        return process.communicate(request, timeout)
+    except subprocess.TimeoutExpired:
+        raise failure(f"{what} took longer than {timeout:g} s and was stopped") from None
+    finally:
+        if process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
+
+
+def _silence(code: int, what: str, failure: type[PostgradError]) -> PostgradError:
+    if code == -signal.SIGKILL:
+        return OutOfMemory(f"{what} was killed by the system, most likely for lack of memory: use a smaller model")
+    return failure(f"{what} ended with code {code} and no answer; the log of the process that asked for it says why")
+
+
+def _error_class(code: str, default: type[PostgradError]) -> type[PostgradError]:
+    waiting = [PostgradError]
+    while waiting:
+        kind = waiting.pop()
+        if kind.code == code:
+            return kind
+        waiting += kind.__subclasses__()
+    return default
+
+
+def _die_with_caller() -> None:
+    lifeline = os.environ.pop(_LIFELINE, None)
+    if lifeline is None:
+        return  # started by hand
+
+    def watch() -> None:
+        os.read(int(lifeline), 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()

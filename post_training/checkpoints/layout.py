@@ -1,0 +1,265 @@
+"""The checkpoint directory: written beside its place, fsynced, renamed. No torch here, since the server reads it too.
+
+    <home>/jobs/<job>/checkpoints/<step>/
+        adapter/          adapter_model.safetensors, adapter_config.json, tokenizer and chat template
+        merged/           a whole Hugging Face model, when asked for
+        training_state/   state.safetensors, state.json
+        manifest.json     hashes of all the files above; written last
+
+A directory without a manifest does not exist: nothing here returns it, and the next attempt removes it.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import os
+import re
+import secrets
+import shutil
+from datetime import datetime
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, ValidationError
+
+from apis.errors import DiskFull, ModelInvalid
+from post_training.catalog.naming import folder_name
+
+MANIFEST = "manifest.json"
+ADAPTER, MERGED, TRAINING_STATE = "adapter", "merged", "training_state"
+PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
+_LEFT_OVER = re.compile(r"\.(\d+)\.(tmp|old)-\d+-[0-9a-f]+")
+_CHUNK_BYTES = 1 << 20
+
+
+class FileRecord(BaseModel):
+    """A file's content: sha256 in hex, size in bytes."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    sha256: str
+    size: int
+
+
+class Manifest(BaseModel):
+    """What a checkpoint is and what every file of it must hold.
+
+    Attributes:
+        step: global optimizer step, from 1.
+        epoch: from 0.
+        files: by path relative to the checkpoint directory, with `/`; filled in by `CheckpointWriter.commit`.
+    """
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    format_version: int = 1
+    identifier: str
+    job_uuid: str
+    model: str
+    base_model: str
+    epoch: int
+    step: int
+    created_at: datetime
+    metrics: dict[str, Any] | None = None
+    versions: dict[str, str] = {}
+    files: dict[str, FileRecord] = {}
+
+
+def disk_full(error: BaseException | None, what: str) -> DiskFull | None:
+    """DiskFull where `error` says "no space left" or "quota exceeded" (while writing `what`), else None."""
+    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+        return None
+    return DiskFull(
+        f"no space left on the disk while writing {what}: free some space, or move $POSTGRAD_HOME to a larger disk"
+    )
+
+
+def checkpoints_root(home: Path, job_uuid: str) -> Path:
+    """The folder of a job's checkpoints."""
+    return home / "jobs" / folder_name(job_uuid) / "checkpoints"
+
+
+class CheckpointWriter:
+    """Writes one checkpoint so that it appears whole or not at all.
+
+        with CheckpointWriter(home, job_uuid, step) as writer:
+            ...write into writer.adapter, writer.merged, writer.training_state...
+            directory = writer.commit(manifest)
+
+    Leaving the block without `commit`, by an exception or not, removes what was written.
+
+    Raises:
+        DiskFull: from the block or `commit`, where the disk or the quota is full.
+    """
+
+    def __init__(self, home: Path, job_uuid: str, step: int) -> None:
+        root = checkpoints_root(home, job_uuid)
+        self._home, self._step = home, step
+        self._token = f"{os.getpid()}-{secrets.token_hex(4)}"
+        self.final = root / str(step)
+        self.directory = root / f".{step}.tmp-{self._token}"
+
+    @property
+    def adapter(self) -> Path:
+        return self._folder(ADAPTER)
+
+    @property
+    def merged(self) -> Path:
+        return self._folder(MERGED)
+
+    @property
+    def training_state(self) -> Path:
+        return self._folder(TRAINING_STATE)
+
+    def commit(self, manifest: Manifest) -> Path:
+        """Write the manifest, make all of it durable, move it into place.
+
+        Returns:
+            the final directory. One that was there before (a later attempt reached the same step again) is replaced.
+
+        Raises:
+            ModelInvalid: the tree holds a pickle or a link.
+        """
+        files = {name: _record(self.directory / name) for name in _tree(self.directory)}
+        complete = manifest.model_copy(update={"files": files})
+        (self.directory / MANIFEST).write_text(complete.model_dump_json(indent=1) + "\n", encoding="utf-8")
+        fsync_tree(self.directory)
+        self._move()
+        return self.final
+
+    def _move(self) -> None:
+        replaced = self.final.with_name(f".{self.final.name}.old-{self._token}")
+        if self.final.exists():
+            self.final.rename(replaced)
+        self.directory.rename(self.final)
+        for folder in self.final.parents:  # the job's folders may be new as well
+            fsync(folder)
+            if folder == self._home:
+                break
+        shutil.rmtree(replaced, ignore_errors=True)
+
+    def _folder(self, name: str) -> Path:
+        folder = self.directory / name
+        folder.mkdir(exist_ok=True)
+        return folder
+
+    def __enter__(self) -> CheckpointWriter:
+        try:
+            self.directory.mkdir(parents=True)
+        except OSError as error:
+            self._say_disk_full(error)
+            raise
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.directory, ignore_errors=True)
+        self._say_disk_full(error)
+
+    def _say_disk_full(self, error: BaseException | None) -> None:
+        if full := disk_full(error, f"the checkpoint of step {self._step}"):
+            raise full from error
+
+
+def read_manifest(directory: Path) -> Manifest:
+    """The manifest of a complete checkpoint.
+
+    Raises:
+        ModelInvalid: there is none, or it cannot be read.
+    """
+    try:
+        return Manifest.model_validate_json((directory / MANIFEST).read_bytes())
+    except FileNotFoundError:
+        raise ModelInvalid(f"checkpoint {directory.name} has no {MANIFEST}: it was never finished") from None
+    except ValidationError as error:
+        raise ModelInvalid(
+            f"{MANIFEST} of checkpoint {directory.name} is damaged: {error.errors()[0]['msg']}"
+        ) from error
+
+
+def check_files(directory: Path) -> Manifest:
+    """Hash every file of a checkpoint against its manifest.
+
+    Raises:
+        ModelInvalid: naming the first file that is missing, differs, or does not belong there.
+    """
+    manifest = read_manifest(directory)
+    found = _tree(directory)
+    for name in found:
+        if name not in manifest.files:
+            raise ModelInvalid(f"checkpoint {directory.name}: {name} is not in its manifest")
+    for name, record in manifest.files.items():
+        if name not in found:
+            raise ModelInvalid(f"checkpoint {directory.name}: {name} is missing; use another checkpoint")
+        if _record(directory / name) != record:
+            raise ModelInvalid(f"checkpoint {directory.name}: {name} has changed since it was written; use another one")
+    return manifest
+
+
+def list_complete(root: Path) -> list[Path]:
+    """Directories of the complete checkpoints under `root` (a job's `checkpoints` folder), by step."""
+    if not root.is_dir():
+        return []
+    return sorted((path for path in root.iterdir() if _complete(path)), key=lambda path: int(path.name))
+
+
+def clean_partial(root: Path) -> None:
+    """Remove what a killed writer left under `root`. Call it only where no other writer can be at work there."""
+    if not root.is_dir():
+        return
+    for path in root.iterdir():
+        left_over = _LEFT_OVER.fullmatch(path.name)
+        if left_over and left_over[2] == "old" and not (root / left_over[1]).exists():
+            path.rename(root / left_over[1])  # killed between the two renames of a replacement: the old one stands
+        elif left_over or (path.name.isdecimal() and not (path / MANIFEST).is_file()):
+            shutil.rmtree(path)
+
+
+def _complete(path: Path) -> bool:
+    if not path.name.isdecimal():
+        return False
+    try:
+        read_manifest(path)
+    except (ModelInvalid, OSError):
+        return False
+    return True
+
+
+def _tree(directory: Path) -> list[str]:
+    """Relative names of all the files below, sorted, but for the manifest."""
+    names = []
+    for path in sorted(directory.rglob("*")):
+        name = path.relative_to(directory).as_posix()
+        if path.is_symlink() or path.suffix in PICKLE_SUFFIXES:
+            raise ModelInvalid(f"{name} is a link or a pickle, which a checkpoint must not hold: remove it")
+        if path.is_file() and name != MANIFEST:
+            names.append(name)
+    return names
+
+
+def _record(path: Path) -> FileRecord:
+    digest, size = hashlib.sha256(), 0
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            size += len(chunk)
+    return FileRecord(sha256=digest.hexdigest(), size=size)
+
+
+def fsync_tree(directory: Path) -> None:
+    """Make everything under `directory`, and its own list of names, durable."""
+    for path in directory.rglob("*"):
+        fsync(path)
+    fsync(directory)
+
+
+def fsync(path: Path) -> None:
+    """Make one file, or one directory's list of names, durable."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,209 @@
+"""The verbs of `StackClient`, grouped as the APIs are."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from apis.datasets.models import Dataset, DatasetPurpose, DataSource, IterrowsResponse
+from apis.errors import Unavailable
+from apis.inference.models import ChatCompletion, ChatCompletionChunk, Completion
+from apis.inspect.models import HealthInfo, ProviderInfo, VersionInfo
+from apis.models.models import Model
+from apis.post_training.models import (
+    JobSummary,
+    PostTrainingJob,
+    PostTrainingJobArtifactsResponse,
+    PostTrainingJobLogStream,
+    PostTrainingJobStatusResponse,
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+)
+from post_training.client import calls
+from post_training.client.transport import SyncTransport
+from post_training.client.waiting import Wait, job_failure
+
+
+class _Resource:
+    def __init__(self, transport: SyncTransport) -> None:
+        self._transport = transport
+
+
+class PostTrainingResource(_Resource):
+    """Whole jobs. Every method raises a `PostgradError`; an unknown job is JobNotFound."""
+
+    def supervised_fine_tune(
+        self, request: SupervisedFineTuneRequest | None = None, /, **fields: Any
+    ) -> PostTrainingJob:
+        """Submit a fine-tuning job; answers at once. Sending the same request again changes nothing.
+
+        Give a whole request, or its fields: `supervised_fine_tune(job_uuid="j1", model="m", training_config={…})`.
+
+        Raises:
+            BadRequest: a field, the model or the data cannot be used, or the id belongs to another request.
+            NotFound: the model or data set is not registered.
+            QueueFull: too many jobs wait.
+        """
+        built = calls.build_request(SupervisedFineTuneRequest, request, fields)
+        return self._transport.send(calls.supervised_fine_tune(built))
+
+    def preference_optimize(
+        self, request: PreferenceOptimizeRequest | None = None, /, **fields: Any
+    ) -> PostTrainingJob:
+        """As `supervised_fine_tune`, on preference rows. Raises NotSupported where no provider has it."""
+        built = calls.build_request(PreferenceOptimizeRequest, request, fields)
+        return self._transport.send(calls.preference_optimize(built))
+
+    def jobs(self) -> list[JobSummary]:
+        """Every job, oldest first."""
+        return self._transport.send(calls.list_jobs())
+
+    def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
+        return self._transport.send(calls.job_status(job_uuid))
+
+    def artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
+        """The finished checkpoints."""
+        return self._transport.send(calls.job_artifacts(job_uuid))
+
+    def cancel(self, job_uuid: str) -> None:
+        """Stop a job; on one that has ended nothing happens."""
+        self._transport.send(calls.cancel_job(job_uuid))
+
+    def logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
+        """Log lines numbered above `after`; pass the answer's `next` to read on."""
+        return self._transport.send(calls.job_logs(job_uuid, after))
+
+    def wait(
+        self,
+        job_uuid: str,
+        *,
+        poll_seconds: float = 2.0,
+        timeout: float | None = None,
+        on_status: Callable[[PostTrainingJobStatusResponse], None] | None = None,
+        raise_on_failure: bool = False,
+    ) -> PostTrainingJobStatusResponse:
+        """Wait until the job has completed, failed or been cancelled, and return its last status.
+
+        Outages of the server of up to a minute are waited out.
+
+        Args:
+            on_status: called with each status seen, the last one included.
+            raise_on_failure: raise the job's own error where it failed, JobFailure where it was cancelled.
+
+        Raises:
+            Unavailable: the job did not end within `timeout` seconds, or the server stayed away.
+        """
+        wait = Wait(job_uuid, poll_seconds, timeout)
+        while True:
+            try:
+                status = self.status(job_uuid)
+            except Unavailable as error:
+                time.sleep(wait.after_outage(error))
+                continue
+            if on_status is not None:
+                on_status(status)
+            pause = wait.after_status(status)
+            if pause is None:
+                break
+            time.sleep(pause)
+        if raise_on_failure and (failure := job_failure(status)) is not None:
+            raise failure
+        return status
+
+
+class DatasetsResource(_Resource):
+    """Data sets and their rows. An unknown one is DatasetNotFound."""
+
+    def register(
+        self,
+        source: DataSource | dict[str, Any],
+        *,
+        dataset_id: str | None = None,
+        purpose: DatasetPurpose | str = DatasetPurpose.post_training_messages,
+        metadata: dict[str, Any] | None = None,
+    ) -> Dataset:
+        """Register a source: `{"type": "uri", "uri": …}` or `{"type": "rows", "rows": […]}`.
+
+        Raises:
+            DataInvalid: the source cannot be read or has no rows.
+            Conflict: the id is taken by another source.
+        """
+        return self._transport.send(calls.register_dataset(source, dataset_id, purpose, metadata))
+
+    def list(self) -> list[Dataset]:
+        return self._transport.send(calls.list_datasets())
+
+    def get(self, dataset_id: str) -> Dataset:
+        return self._transport.send(calls.get_dataset(dataset_id))
+
+    def unregister(self, dataset_id: str) -> None:
+        self._transport.send(calls.unregister_dataset(dataset_id))
+
+    def rows(self, dataset_id: str, *, start_index: int | None = None, limit: int | None = None) -> IterrowsResponse:
+        """Rows from `start_index` on, at most `limit` of them (None: all)."""
+        return self._transport.send(calls.rows(dataset_id, start_index, limit))
+
+    # `list` the method hides the type of that name inside this class.
+    def append(self, dataset_id: str, rows: calls.Rows) -> None:
+        """Add rows at the end. Not retried once sent: a lost answer could add them twice."""
+        self._transport.send(calls.append_rows(dataset_id, rows))
+
+
+class ModelsResource(_Resource):
+    """Base models and checkpoints under their ids. An unknown one is ModelNotFound."""
+
+    def list(self) -> list[Model]:
+        return self._transport.send(calls.list_models())
+
+    def get(self, model_id: str) -> Model:
+        return self._transport.send(calls.get_model(model_id))
+
+    def register(
+        self, model_id: str, *, provider_model_id: str | None = None, metadata: dict[str, Any] | None = None
+    ) -> Model:
+        """Give the known model `provider_model_id` the further id `model_id`. Raises Conflict where that is taken."""
+        return self._transport.send(calls.register_model(model_id, provider_model_id, metadata))
+
+    def unregister(self, model_id: str) -> None:
+        """Forget the id; files stay."""
+        self._transport.send(calls.unregister_model(model_id))
+
+
+class InferenceResource(_Resource):
+    """Text from models. `parameters` are OpenAI's (`max_tokens`, `temperature`, …) and go into the body as they are."""
+
+    def chat_completion(self, model: str, messages: list[dict[str, Any]], **parameters: Any) -> ChatCompletion:
+        body = {**parameters, "model": model, "messages": messages}
+        return self._transport.send(calls.chat_completion(body))
+
+    def stream_chat_completion(
+        self, model: str, messages: list[dict[str, Any]], **parameters: Any
+    ) -> Iterator[ChatCompletionChunk]:
+        """Each piece as it comes; the request is sent when the first is asked for."""
+        body = {**parameters, "model": model, "messages": messages}
+        return self._transport.stream(calls.stream_chat_completion(body))
+
+    def completion(self, model: str, prompt: str | list[str], **parameters: Any) -> Completion:
+        return self._transport.send(calls.completion({**parameters, "model": model, "prompt": prompt}))
+
+    def stream_completion(self, model: str, prompt: str | list[str], **parameters: Any) -> Iterator[Completion]:
+        """Each piece as it comes; the request is sent when the first is asked for."""
+        return self._transport.stream(calls.stream_completion({**parameters, "model": model, "prompt": prompt}))
+
+
+class InspectResource(_Resource):
+    """What the running stack says about itself."""
+
+    def version(self) -> VersionInfo:
+        return self._transport.send(calls.version())
+
+    def health(self) -> HealthInfo:
+        return self._transport.send(calls.health())
+
+    def providers(self) -> list[ProviderInfo]:
+        return self._transport.send(calls.list_providers())
+
+    def provider(self, provider_id: str) -> ProviderInfo:
+        """Raises NotFound."""
+        return self._transport.send(calls.get_provider(provider_id))

@@ -1,0 +1,291 @@
+"""A data set's source to a stream of rows, under a policy that says what may be read."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import io
+import json
+import os
+import re
+import stat
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import BinaryIO
+from urllib.parse import unquote, unquote_to_bytes, urlsplit
+
+from pydantic import BaseModel, ConfigDict
+
+from apis.datasets.models import DataSource, Row, RowsDataSource, URIDataSource
+from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge, Unavailable
+from post_training.data.records import RecordKind, encode_rows, parse_json_lines, parse_records
+
+# Run as a short-lived process, so that neither the server nor this floor ever imports `datasets`.
+HUB_MODULE = "post_training.worker.hf_sources"
+DEFAULT_MAX_INLINE_BYTES = 64 * 2**20
+_PARAM = "source.uri"
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
+_SUFFIXES: dict[str, RecordKind] = {".jsonl": "jsonl", ".json": "json", ".csv": "csv"}
+_MEDIA_TYPES: dict[str, RecordKind] = {
+    "text/csv": "csv",
+    "application/csv": "csv",
+    "application/json": "json",
+    "application/jsonl": "jsonl",
+    "application/json-lines": "jsonl",
+    "application/x-jsonlines": "jsonl",
+    "application/x-ndjson": "jsonl",
+    "text/jsonl": "jsonl",
+    # Real clients write the Python word None where they could not guess a type.
+    "none": "sniff",
+    "": "sniff",
+    "text/plain": "sniff",
+    "application/octet-stream": "sniff",
+}
+
+
+class SourcePolicy(BaseModel):
+    """Which sources may be read. Stored with a job, so that every attempt reads under the rules it was accepted with.
+
+    Attributes:
+        allowed_roots: absolute folders; a local file must lie in one after symbolic links are resolved.
+        allow_hub: whether `huggingface://datasets/…` is read.
+        max_inline_bytes: most bytes of inline rows or of a `data:` URI.
+        rows_file: JSON lines that hold the rows of an inline source; written by the catalog.
+        rows_bytes: how many bytes of `rows_file` belong to the data set; what follows was appended later.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    allowed_roots: list[str] = []
+    allow_hub: bool = False
+    max_inline_bytes: int = DEFAULT_MAX_INLINE_BYTES
+    rows_file: str | None = None
+    rows_bytes: int | None = None
+
+
+class RowReader:
+    """Rows, streamed anew by each iteration. No `__len__`, since `list()` would then read everything twice.
+
+    Attributes:
+        size_bytes: bytes of the source, None where unknown.
+    """
+
+    def __init__(self, open_stream: Callable[[], Iterator[Row]], size_bytes: int | None = None) -> None:
+        self._open = open_stream
+        self._count: int | None = None
+        self.size_bytes = size_bytes
+
+    def __iter__(self) -> Iterator[Row]:
+        """Raises DataInvalid at a row that cannot be read, and where there is none."""
+        count = 0
+        for row in self._open():
+            count += 1
+            yield row
+        if count == 0:
+            raise DataInvalid("the data set has no rows; it needs at least one")
+        self._count = count
+
+    def count(self) -> int:
+        """How many rows there are; reads them all the first time. Raises DataInvalid as iteration does."""
+        if self._count is None:
+            self._count = sum(1 for _ in self)
+        return self._count
+
+
+def open_rows(source: DataSource, policy: SourcePolicy) -> RowReader:
+    """Open a source for reading.
+
+    Raises:
+        InvalidField: the source is of a kind that is not read, or not allowed here.
+        DataInvalid: a file is missing or unreadable; rows are checked when they are read.
+        TooLarge: inline data over `max_inline_bytes`.
+    """
+    if policy.rows_file is not None:
+        return _stored_rows(Path(policy.rows_file), policy.rows_bytes)
+    if isinstance(source, RowsDataSource):
+        return _inline_rows(source.rows, policy)
+    return _open_uri(source, policy)
+
+
+def is_hub_source(source: DataSource) -> bool:
+    return isinstance(source, URIDataSource) and source.uri.lower().startswith("huggingface:")
+
+
+def is_inline_source(source: DataSource) -> bool:
+    """Whether the data travels inside the source itself."""
+    return isinstance(source, RowsDataSource) or source.uri[:5].lower() == "data:"
+
+
+def _open_uri(source: URIDataSource, policy: SourcePolicy) -> RowReader:
+    match = _SCHEME.match(source.uri)
+    scheme = match.group(1).lower() if match else ""
+    if scheme == "data":
+        return _data_uri(source.uri, policy)
+    if scheme == "huggingface":
+        return _hub(source.uri, policy)
+    if scheme == "file":
+        return _file(_file_uri_path(source.uri), policy)
+    if scheme:
+        raise InvalidField(
+            f"data sets are not read over {scheme!r}: fetch the file and give its path, "
+            "or send the rows (source type 'rows')",
+            param=_PARAM,
+        )
+    return _file(source.uri, policy)
+
+
+def _stored_rows(path: Path, size: int | None) -> RowReader:
+    if not path.is_file():
+        raise DataInvalid("the rows of this data set are gone: it was unregistered since; register it again")
+    size = path.stat().st_size if size is None else size
+
+    def rows() -> Iterator[Row]:
+        with path.open("rb") as stream:
+            yield from parse_json_lines(_head(stream, size))
+
+    return RowReader(rows, size)
+
+
+def _head(stream: BinaryIO, size: int) -> Iterator[bytes]:
+    """The lines in the first `size` bytes: rows appended later are not part of the snapshot."""
+    while size > 0 and (line := stream.readline(size)):
+        size -= len(line)
+        yield line
+
+
+def _inline_rows(rows: list[Row], policy: SourcePolicy) -> RowReader:
+    size = len(encode_rows(rows))
+    _check_inline_size(size, policy, "source.rows")
+    return RowReader(lambda: iter(rows), size)
+
+
+def _check_inline_size(size: int, policy: SourcePolicy, param: str) -> None:
+    if size > policy.max_inline_bytes:
+        raise TooLarge(
+            f"inline data of {size} bytes is over the limit of {policy.max_inline_bytes}: put it in a file "
+            "under a folder this server reads from and register its path",
+            param=param,
+        )
+
+
+def _data_uri(uri: str, policy: SourcePolicy) -> RowReader:
+    header, comma, payload = uri[len("data:") :].partition(",")
+    if not comma:
+        raise InvalidField("a data: URI is data:<media type>[;base64],<data>; this one has no comma", param=_PARAM)
+    media_type, *parameters = [part.strip().lower() for part in header.split(";")]
+    kind = _MEDIA_TYPES.get(media_type)
+    if kind is None:
+        raise InvalidField(
+            f"a data: URI of type {media_type!r} is not read: send text/csv, application/json or application/jsonl",
+            param=_PARAM,
+        )
+    # Each byte takes at least one character, base64 at most 4 for 3: refuse before decoding.
+    _check_inline_size(len(payload) * 3 // 4 if "base64" in parameters else 0, policy, _PARAM)
+    content = _decode_payload(payload, "base64" in parameters)
+    _check_inline_size(len(content), policy, _PARAM)
+    return RowReader(lambda: parse_records(io.BytesIO(content), kind), len(content))
+
+
+def _decode_payload(payload: str, is_base64: bool) -> bytes:
+    if not is_base64:
+        return unquote_to_bytes(payload)
+    try:
+        return base64.b64decode(unquote(payload), validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise InvalidField(f"the data: URI is not valid base64: {error}", param=_PARAM) from None
+
+
+def _file_uri_path(uri: str) -> str:
+    parts = urlsplit(uri)
+    if parts.netloc not in ("", "localhost"):
+        raise InvalidField(f"a file:// URI names no host, this one names {parts.netloc!r}: use file:///…", param=_PARAM)
+    return unquote(parts.path)
+
+
+def _file(name: str, policy: SourcePolicy) -> RowReader:
+    kind = _SUFFIXES.get(Path(name).suffix.lower())
+    if kind is None:
+        raise InvalidField(
+            f"{name!r} is not read: data files end in {', '.join(sorted(_SUFFIXES))}",
+            param=_PARAM,
+        )
+    path = _resolve(name, policy)
+    size = _check_readable(path, name)
+
+    def rows() -> Iterator[Row]:
+        with _open_regular(path, name) as stream:
+            yield from parse_records(stream, kind)
+
+    return RowReader(rows, size)
+
+
+def _resolve(name: str, policy: SourcePolicy) -> Path:
+    """The file meant by `name`, inside an allowed root; a relative name is looked up in each root in turn."""
+    if "\0" in name:
+        raise InvalidField("a path holds no NUL character", param=_PARAM)
+    # os.path, whose functions answer where pathlib's raise: link loops, names that are too long.
+    roots = [Path(os.path.realpath(root)) for root in policy.allowed_roots]
+    candidates = [Path(os.path.realpath(root / name)) for root in roots]
+    inside = [path for path in candidates if any(path.is_relative_to(root) for root in roots)]
+    if not inside:
+        raise InvalidField(
+            f"{name!r} lies outside the folders this server reads data from: move it there, or have its folder added "
+            "to `allowed_roots` of the datasetio provider in run.yaml",
+            param=_PARAM,
+        )
+    return next((path for path in inside if os.path.exists(path)), inside[0])
+
+
+def _check_readable(path: Path, name: str) -> int:
+    with _open_regular(path, name) as stream:
+        return os.fstat(stream.fileno()).st_size
+
+
+def _open_regular(path: Path, name: str) -> BinaryIO:
+    # No link may appear after the path was checked, and opening a pipe must not hang.
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except FileNotFoundError:
+        raise DataInvalid(f"there is no file {name!r}; check the path", param=_PARAM) from None
+    except OSError as error:
+        raise DataInvalid(f"{name!r} cannot be read: {error.strerror}", param=_PARAM) from None
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DataInvalid(f"{name!r} is not a regular file", param=_PARAM)
+    return os.fdopen(descriptor, "rb")
+
+
+def _hub(uri: str, policy: SourcePolicy) -> RowReader:
+    if not policy.allow_hub:
+        raise InvalidField(
+            "data sets of the Hugging Face hub are not read by this server: set `allow_hub: true` in the config of "
+            "the datasetio provider in run.yaml, or send the rows",
+            param=_PARAM,
+        )
+    return RowReader(lambda: _hub_rows(uri))
+
+
+def _hub_rows(uri: str) -> Iterator[Row]:
+    command = [sys.executable, "-m", HUB_MODULE, f"--uri={uri}"]
+    with tempfile.TemporaryFile() as faults, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=faults) as child:
+        assert child.stdout is not None  # it is a pipe
+        try:
+            yield from parse_json_lines(child.stdout)
+        except BaseException:  # also where the caller has read enough and closes this generator
+            child.kill()
+            raise
+        if child.wait() != 0:
+            faults.seek(0)
+            raise _hub_error(faults.read().decode(errors="replace"))
+
+
+def _hub_error(output: str) -> PostgradError:
+    try:
+        fault = json.loads(output.strip().splitlines()[-1])
+        kind = InvalidField if fault["code"] == InvalidField.code else DataInvalid
+        return kind(fault["message"], param=_PARAM)
+    except (ValueError, LookupError, TypeError):
+        return Unavailable("the process that reads the hub broke off; is 'postgrad[torchtune]' installed?")

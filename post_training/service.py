@@ -1,0 +1,255 @@
+"""The post_training Protocol over the job store.
+
+A provider hands it what is its own: a check of each request, worker settings, a default model. Everything else - ids,
+durability, queue, status - is the same for all providers and lives here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import anyio.to_thread
+from pydantic import TypeAdapter
+
+from apis.datasets.models import DataSource
+from apis.errors import InvalidField, NotSupported
+from apis.post_training.models import (
+    Checkpoint,
+    JobError,
+    JobProgress,
+    JobStatus,
+    JobSummary,
+    ListPostTrainingJobsResponse,
+    LoraFinetuningConfig,
+    PostTrainingJob,
+    PostTrainingJobArtifactsResponse,
+    PostTrainingJobLogStream,
+    PostTrainingJobStatusResponse,
+    PostTrainingMetric,
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+)
+from post_training.catalog.datasets import DatasetCatalog
+from post_training.catalog.models import ModelCatalog, ResolvedModel, checkpoint_identifier
+from post_training.catalog.naming import folder_name
+from post_training.checkpoints.layout import clean_partial
+from post_training.data.preflight import check_rows
+from post_training.data.sources import SourcePolicy, open_rows
+from post_training.jobs.database import Database
+from post_training.jobs.launchers.local import LocalLauncher
+from post_training.jobs.scheduler import Scheduler
+from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
+from post_training.jobs.store import JobStore
+from post_training.jobs.tables import CheckpointRow
+
+_SOURCE: TypeAdapter[DataSource] = TypeAdapter(DataSource)
+
+CheckRequest = Callable[[SupervisedFineTuneRequest, ResolvedModel], LoraFinetuningConfig]
+"""Refuses what a provider cannot do, by field name; returns the algorithm it will run."""
+
+
+@dataclass(frozen=True)
+class ProviderProfile:
+    """What a provider brings.
+
+    Attributes:
+        check: called before a job is accepted.
+        worker: settings stored with each job.
+        default_model: used where a request names none.
+        default_seed: used where a request gives none.
+        model_roots: folders that `checkpoint_dir` may point into.
+    """
+
+    provider_id: str
+    check: CheckRequest
+    worker: WorkerSettings
+    default_model: str | None = None
+    default_seed: int = 0
+    model_roots: tuple[Path, ...] = ()
+    max_queued: int = 100
+    slots: int = 1
+
+
+class JobService:
+    """Implements apis.post_training.PostTraining. Blocking work runs in threads: the event loop only waits."""
+
+    def __init__(
+        self, database: Database, home: Path, models: ModelCatalog, datasets: DatasetCatalog, profile: ProviderProfile
+    ) -> None:
+        self._home = home
+        self._models = models
+        self._datasets = datasets
+        self._profile = profile
+        self._store = JobStore(database)
+        self._scheduler = Scheduler(
+            self._store,
+            LocalLauncher(database.url, home),
+            profile.provider_id,
+            lambda job_uuid: home / "jobs" / folder_name(job_uuid),
+            self._clean_partial,
+            slots=profile.slots,
+        )
+
+    async def start(self) -> None:
+        self._scheduler.start()
+
+    async def shutdown(self) -> None:
+        await anyio.to_thread.run_sync(self._scheduler.stop)
+
+    async def supervised_fine_tune(self, request: SupervisedFineTuneRequest) -> PostTrainingJob:
+        await anyio.to_thread.run_sync(self._submit, request)
+        self._scheduler.wake()
+        return PostTrainingJob(job_uuid=request.job_uuid)
+
+    async def preference_optimize(self, request: PreferenceOptimizeRequest) -> PostTrainingJob:
+        raise NotSupported(
+            f"provider {self._profile.provider_id!r} has no preference optimization; it offers supervised_fine_tune"
+        )
+
+    async def list_jobs(self) -> ListPostTrainingJobsResponse:
+        jobs = await anyio.to_thread.run_sync(self._store.all)
+        return ListPostTrainingJobsResponse(
+            data=[
+                JobSummary(
+                    job_uuid=job.job_uuid, status=JobStatus(job.status), model=job.model, created_at=job.scheduled_at
+                )
+                for job in jobs
+            ]
+        )
+
+    async def get_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
+        return await anyio.to_thread.run_sync(self._status, job_uuid)
+
+    async def get_job_artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
+        checkpoints = (await self.get_job_status(job_uuid)).checkpoints
+        return PostTrainingJobArtifactsResponse(job_uuid=job_uuid, checkpoints=checkpoints)
+
+    async def cancel_job(self, job_uuid: str) -> None:
+        await anyio.to_thread.run_sync(self._store.request_cancel, job_uuid)
+        self._scheduler.wake()
+
+    async def get_job_logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
+        events = await anyio.to_thread.run_sync(self._store.events, job_uuid, after)
+        lines = [f"{event.at:%Y-%m-%d %H:%M:%S} {event.message}" for event in events]
+        return PostTrainingJobLogStream(job_uuid=job_uuid, log_lines=lines, next=events[-1].id if events else after)
+
+    # -- in a thread ---------------------------------------------------------------------------------------------
+
+    def _submit(self, request: SupervisedFineTuneRequest) -> None:
+        body_hash = _hash(request)
+        # A replay must answer as the first time even if the model or data set has gone since.
+        if not self._store.find_submitted(request.job_uuid, body_hash):
+            self._store.submit(self._spec(request), body_hash, max_queued=self._profile.max_queued)
+
+    def _spec(self, request: SupervisedFineTuneRequest) -> JobSpec:
+        data = request.training_config.data_config
+        if data is None:
+            raise InvalidField(
+                "a job needs training_config.data_config with the dataset_id of a registered data set",
+                param="training_config.data_config.dataset_id",
+            )
+        model = self._resolve_model(request)
+        algorithm = self._profile.check(request, model)
+        checkpoint_identifier(model.identifier, request.job_uuid, request.training_config.n_epochs)
+        seed = request.training_config.seed
+        return JobSpec(
+            job_uuid=request.job_uuid,
+            provider_id=self._profile.provider_id,
+            model=ModelRef(
+                identifier=model.identifier,
+                base_identifier=model.base_identifier,
+                base_dir=str(model.base_dir),
+                adapter_dir=str(model.adapter_dir) if model.adapter_dir else None,
+            ),
+            training_config=request.training_config,
+            algorithm_config=algorithm,
+            dataset=self._check_dataset(data.dataset_id, request, "dataset_id"),
+            validation=(
+                self._check_dataset(data.validation_dataset_id, request, "validation_dataset_id")
+                if data.validation_dataset_id
+                else None
+            ),
+            seed=self._profile.default_seed if seed is None else seed,
+            worker=self._profile.worker,
+        )
+
+    def _resolve_model(self, request: SupervisedFineTuneRequest) -> ResolvedModel:
+        identifier = request.model or self._profile.default_model
+        if request.checkpoint_dir:
+            directory = self._base_dir(request.checkpoint_dir)
+            identifier = identifier or directory.name
+            return ResolvedModel(identifier, identifier, directory, None, None)
+        if identifier is None:
+            raise InvalidField(
+                "no model named and the provider has no default_model; pass model, see `postgrad models list`",
+                param="model",
+            )
+        return self._models.resolve(identifier)
+
+    def _base_dir(self, checkpoint_dir: str) -> Path:
+        for root in self._profile.model_roots:
+            directory = (root / checkpoint_dir).resolve()
+            if directory.is_relative_to(root.resolve()) and directory.is_dir():
+                return directory
+        raise InvalidField(
+            f"{checkpoint_dir!r} is not a base-model directory under an allowed root (the provider's `model_roots`)",
+            param="checkpoint_dir",
+        )
+
+    def _check_dataset(self, dataset_id: str, request: SupervisedFineTuneRequest, field: str) -> DatasetRef:
+        """Resolve a data set and check what can be checked at once: all rows of a small one, else the first."""
+        assert request.training_config.data_config is not None  # _spec refused that
+        reference = self._datasets.reference(dataset_id)
+        reader = open_rows(_SOURCE.validate_python(reference.source), SourcePolicy.model_validate(reference.policy))
+        check_rows(reader, request.training_config.data_config.data_format)
+        return reference
+
+    def _status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
+        job = self._store.get(job_uuid)
+        position = self._store.queue_position(job)
+        return PostTrainingJobStatusResponse(
+            job_uuid=job.job_uuid,
+            status=JobStatus(job.status),
+            scheduled_at=job.scheduled_at,
+            started_at=job.started_at,
+            completed_at=job.completed_at,
+            resources_allocated=job.resources,
+            checkpoints=[_checkpoint(row) for row in self._store.checkpoints(job_uuid)],
+            model=job.model,
+            provider_id=job.provider_id,
+            attempt=job.attempt,
+            queue_position=position,
+            waiting_reason=None if position is None else _waiting_reason(position),
+            progress=JobProgress.model_validate(job.progress) if job.progress else None,
+            error=JobError.model_validate(job.error) if job.error else None,
+            report=job.report,
+        )
+
+    def _clean_partial(self, job_uuid: str) -> None:
+        clean_partial(self._home / "jobs" / folder_name(job_uuid) / "checkpoints")
+
+
+def _hash(request: SupervisedFineTuneRequest) -> str:
+    body: dict[str, Any] = request.model_dump(mode="json")
+    return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
+
+
+def _checkpoint(row: CheckpointRow) -> Checkpoint:
+    return Checkpoint(
+        identifier=row.identifier,
+        created_at=row.created_at,
+        epoch=row.epoch,
+        step=row.step,
+        post_training_job_id=row.job_uuid,
+        path=row.path,
+        training_metrics=PostTrainingMetric.model_validate(row.metrics) if row.metrics else None,
+    )
+
+
+def _waiting_reason(position: int) -> str:
+    return f"{position} jobs are ahead in the queue" if position else "next: waits for the running job to end"

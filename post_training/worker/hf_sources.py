@@ -1,0 +1,90 @@
+"""Rows of data sets on the Hugging Face hub: the one file that imports `datasets`.
+
+`post_training.data.sources` runs it as a process of its own:
+
+    python -m post_training.worker.hf_sources --uri='huggingface://datasets/org/name?split=train'
+
+It prints the rows as JSON lines. On a fault the last line of stderr is an error object, and the exit code is 2.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import sys
+from collections.abc import Iterator
+from urllib.parse import parse_qsl, unquote, urlsplit
+
+import datasets
+
+from apis.datasets.models import Row
+from apis.errors import DataInvalid, InvalidField, PostgradError
+from post_training.data.records import encode_row
+
+_PARAM = "source.uri"
+_REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
+# No `data_files` or `data_dir`: those name other places to read from.
+_OPTIONS = {"split", "name", "revision"}
+ERROR_EXIT_CODE = 2
+
+
+def read_hub_rows(uri: str) -> Iterator[Row]:
+    """Stream the rows of `huggingface://datasets/<org>/<name>?split=…&name=<config>&revision=…` (split: train).
+
+    Raises:
+        InvalidField: the URI is not of that form.
+        DataInvalid: the hub has no such data set, or a value has no JSON form.
+    """
+    repository, options = parse_hub_uri(uri)
+    # `load_dataset` prefers a local folder of that name over the hub, and so would read around the allowed roots.
+    if os.path.exists(repository):
+        raise InvalidField(f"{repository!r} is also a local folder here; give its files by path instead", param=_PARAM)
+    return read_rows(repository, **options)
+
+
+def parse_hub_uri(uri: str) -> tuple[str, dict[str, str]]:
+    """The repository and the options of a hub URI. Raises InvalidField."""
+    parts = urlsplit(uri)
+    repository = unquote(parts.path).strip("/")
+    if parts.netloc != "datasets" or not _REPOSITORY.fullmatch(repository):
+        raise InvalidField(f"{uri!r} is not of the form huggingface://datasets/<org>/<name>?split=train", param=_PARAM)
+    options = dict(parse_qsl(parts.query, keep_blank_values=True))
+    if unknown := sorted(set(options) - _OPTIONS):
+        raise InvalidField(f"{unknown[0]!r} is not an option here; use {', '.join(sorted(_OPTIONS))}", param=_PARAM)
+    return repository, options
+
+
+def read_rows(path: str, split: str = "train", name: str | None = None, revision: str | None = None) -> Iterator[Row]:
+    """Stream the rows of a hub repository or a local folder. Raises DataInvalid."""
+    try:
+        rows = datasets.load_dataset(path, name=name, split=split, revision=revision, streaming=True)
+        for number, row in enumerate(rows):
+            encode_row(row, number)  # what has no JSON form is named here, whoever reads
+            yield row
+    except PostgradError:
+        raise
+    # The hub client raises errors of many libraries; any of them means: this data set cannot be read.
+    except Exception as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataInvalid(f"the data set cannot be read from the hub: {reason}", param=_PARAM) from error
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Print every row; see the module's docstring."""
+    parser = argparse.ArgumentParser(description="Print the rows of a data set on the Hugging Face hub")
+    parser.add_argument("--uri", required=True)
+    uri = parser.parse_args(arguments).uri
+    try:
+        for number, row in enumerate(read_hub_rows(uri)):
+            sys.stdout.buffer.write(encode_row(row, number))
+        sys.stdout.buffer.flush()
+    except PostgradError as error:
+        print(json.dumps({"code": error.code, "message": error.message}), file=sys.stderr)
+        return ERROR_EXIT_CODE
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

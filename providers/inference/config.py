@@ -1,0 +1,29 @@
+"""What a run.yaml can set for `inline::transformers`."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+
+class TransformersInferenceConfig(BaseModel):
+    """Settings of the inference worker."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there, else the CPU")
+    dtype: Literal["auto", "bf16", "fp32"] = Field(
+        "auto", description="auto: bf16 where the device computes it natively, else fp32"
+    )
+    threads: int | None = Field(None, ge=1, description="CPU threads; null: torch's choice")
+    default_max_tokens: int = Field(512, ge=1, description="Where a request has no max_tokens")
+    max_context_tokens: int | None = Field(
+        None, ge=2, description="Most tokens of prompt and answer together; null: what the model was made for"
+    )
+    max_loaded_models: int = Field(2, ge=1, description="Bases held in memory; the least recently used goes first")
+    max_adapters_per_model: int = Field(8, ge=1, description="Adapters held on one base")
+    max_pending_requests: int = Field(64, ge=1, description="Running and waiting requests; one more is a 429")
+    idle_unload_seconds: float | None = Field(
+        900, gt=0, description="The worker ends, and frees its memory, when unused for so long; null: never"
+    )

@@ -1,0 +1,61 @@
+"""The providers that come with Postgrad, and the names upstream's run.yaml files know them by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from apis.common import Api
+from apis.errors import ProviderInvalid
+from providers.spec import ProviderSpec
+
+_TORCHTUNE = ProviderSpec(
+    api=Api.post_training,
+    provider_type="inline::torchtune",
+    module="providers.torchtune.provider",
+    config_class="providers.torchtune.config.TorchtunePostTrainingConfig",
+    api_dependencies=(Api.datasetio,),
+    description="LoRA supervised fine-tuning on one device, in a worker process",
+    pip_packages=("postgrad[torchtune]",),
+    capabilities=("supervised_fine_tune", "LoRA"),
+)
+_LOCALFS = ProviderSpec(
+    api=Api.datasetio,
+    provider_type="inline::localfs",
+    module="providers.localfs.provider",
+    config_class="providers.localfs.config.LocalFSConfig",
+    description="Rows from files under allowed roots, data: URIs and requests",
+)
+_TRANSFORMERS = ProviderSpec(
+    api=Api.inference,
+    provider_type="inline::transformers",
+    module="providers.inference.provider",
+    config_class="providers.inference.config.TransformersInferenceConfig",
+    description="Chat and text completions from base models and checkpoints, in a worker process",
+    pip_packages=("postgrad[torchtune]",),
+    capabilities=("chat_completions", "completions", "streaming"),
+)
+
+BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _LOCALFS, _TRANSFORMERS)
+
+ALIASES: dict[tuple[Api, str], str] = {
+    (Api.post_training, "inline::torchtune-cpu"): "inline::torchtune",
+    (Api.post_training, "inline::torchtune-gpu"): "inline::torchtune",
+    (Api.inference, "inline::meta-reference"): "inline::transformers",
+}
+
+
+def find_spec(api: Api, provider_type: str, specs: Sequence[ProviderSpec] = BUILT_IN) -> ProviderSpec:
+    """The spec that serves `api` under the name `provider_type`, an alias included.
+
+    Raises:
+        ProviderInvalid: no provider has that name for that API; the message lists those that do.
+    """
+    wanted = ALIASES.get((api, provider_type), provider_type)
+    for spec in specs:
+        if spec.api is api and spec.provider_type == wanted:
+            return spec
+    known = ", ".join(sorted(spec.provider_type for spec in specs if spec.api is api))
+    raise ProviderInvalid(
+        f"no provider of type {provider_type!r} is known for {api.value}; "
+        + (f"known: {known}" if known else f"{api.value} is served by the stack itself and takes no provider")
+    )

@@ -1,0 +1,156 @@
+"""What a PEFT `adapter_config.json` says of an adapter made here, and whether a given one fits a request. No torch.
+
+Phi-3 in Hugging Face's form holds q, k, v in one matrix and gate, up in another. Adapters of the parts are exported as
+one adapter of the whole: A stacked, B block-diagonal, rank and alpha times the number of parts, so that alpha / rank
+and the product B A stay what they were.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from apis.errors import InvalidField, ModelInvalid
+from apis.post_training.models import LoraFinetuningConfig
+from providers.torchtune.architecture import Architecture
+
+ADAPTER_CONFIG = "adapter_config.json"
+ADAPTER_WEIGHTS = "adapter_model.safetensors"
+
+PEFT_NAMES = {
+    "q_proj": "q_proj",
+    "k_proj": "k_proj",
+    "v_proj": "v_proj",
+    "output_proj": "o_proj",
+    "w1": "gate_proj",
+    "w3": "up_proj",
+    "w2": "down_proj",
+    "output": "lm_head",
+}
+"""Hugging Face's name by torchtune's name of a layer that can have an adapter."""
+
+FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("w1", "w3")}
+"""torchtune's names of the parts, in row order, by Phi-3's name of the whole."""
+
+_MUST_BE_PLAIN = (
+    "use_dora",
+    "use_rslora",
+    "fan_in_fan_out",
+    "lora_bias",
+    "modules_to_save",
+    "layers_to_transform",
+    "exclude_modules",
+    "target_parameters",
+    "trainable_token_indices",
+)
+
+
+@dataclass(frozen=True)
+class AdapterShape:
+    """Which layers have an adapter and how large it is. `modules` are torchtune's names, in `PEFT_NAMES` order."""
+
+    rank: int
+    alpha: float
+    modules: tuple[str, ...]
+
+    @classmethod
+    def of(cls, rank: int, alpha: float, attn_modules: Iterable[str], mlp: bool, output: bool) -> AdapterShape:
+        wanted = {*attn_modules, *(("w1", "w2", "w3") if mlp else ()), *(("output",) if output else ())}
+        return cls(rank, alpha, tuple(name for name in PEFT_NAMES if name in wanted))
+
+    @classmethod
+    def of_request(cls, lora: LoraFinetuningConfig) -> AdapterShape:
+        return cls.of(lora.rank, lora.alpha, lora.lora_attn_modules, lora.apply_lora_to_mlp, lora.apply_lora_to_output)
+
+
+def fused_parts(architecture: Architecture, shape: AdapterShape) -> dict[str, tuple[str, ...]]:
+    """The adapted parts, by name of the fused layer; empty for models without fused layers."""
+    if not architecture.fused:
+        return {}
+    parts = {whole: tuple(p for p in names if p in shape.modules) for whole, names in FUSED.items()}
+    return {whole: names for whole, names in parts.items() if names}
+
+
+def adapter_config(architecture: Architecture, shape: AdapterShape) -> dict[str, Any]:
+    """The whole content of `adapter_config.json`; `base_model_name_or_path` is left to who writes the file."""
+    fused = fused_parts(architecture, shape)
+    inside = {name for names in fused.values() for name in names}
+    targets = [*fused, *(PEFT_NAMES[name] for name in shape.modules if name not in inside)]
+    many = {whole: len(names) for whole, names in fused.items() if len(names) > 1}
+    return {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": "",
+        "revision": None,
+        "inference_mode": True,
+        "r": shape.rank,
+        "lora_alpha": _whole(shape.alpha),
+        "lora_dropout": 0.0,
+        "target_modules": sorted(targets),
+        "rank_pattern": {name: n * shape.rank for name, n in many.items()},
+        "alpha_pattern": {name: _whole(n * shape.alpha) for name, n in many.items()},
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "init_lora_weights": True,
+        "use_rslora": False,
+        "use_dora": False,
+        "modules_to_save": None,
+        "layers_to_transform": None,
+        "layers_pattern": None,
+    }
+
+
+def check_adapter(adapter_dir: Path, architecture: Architecture, shape: AdapterShape) -> None:
+    """Refuse to go on from an adapter that differs from the one asked for.
+
+    Raises:
+        ModelInvalid: a file of the adapter is missing or damaged.
+        InvalidField: naming the field of the request that differs, with both values.
+    """
+    stored = _read(adapter_dir)
+    wanted = adapter_config(architecture, shape)
+    if stored.get("peft_type") != "LORA":
+        raise InvalidField(f"the adapter's peft_type is {stored.get('peft_type')!r}, not LORA", param="model")
+    for key in _MUST_BE_PLAIN:
+        if stored.get(key):
+            raise InvalidField(f"the adapter uses {key}, which cannot be continued here", param="model")
+    if stored.get("bias", "none") != "none":
+        raise InvalidField("the adapter trains biases, which cannot be continued here", param="model")
+    _compare("rank", stored.get("r"), wanted["r"])
+    _compare("alpha", stored.get("lora_alpha"), wanted["lora_alpha"])
+    _compare("lora_attn_modules", _names(stored.get("target_modules")), wanted["target_modules"])
+    for key in ("rank_pattern", "alpha_pattern"):
+        _compare("rank" if key == "rank_pattern" else "alpha", stored.get(key) or {}, wanted[key], key)
+
+
+def _compare(field: str, stored: Any, wanted: Any, key: str | None = None) -> None:
+    if stored != wanted:
+        raise InvalidField(
+            f"the model is an adapter whose {key or field} is {stored}, the request asks for {wanted}; "
+            "an adapter is continued with its own rank, alpha and layers",
+            param=f"algorithm_config.{field}",
+        )
+
+
+def _names(value: Any) -> Any:
+    return sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
+
+
+def _whole(value: float) -> float | int:
+    # Readers other than PEFT expect alpha as an integer where it is one.
+    return int(value) if float(value).is_integer() else value
+
+
+def _read(adapter_dir: Path) -> dict[str, Any]:
+    if not (adapter_dir / ADAPTER_WEIGHTS).is_file():
+        raise ModelInvalid(f"the adapter has no {ADAPTER_WEIGHTS}; save it as safetensors")
+    try:
+        config = json.loads((adapter_dir / ADAPTER_CONFIG).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        raise ModelInvalid(f"the adapter's {ADAPTER_CONFIG} is missing or damaged") from None
+    if not isinstance(config, dict):
+        raise ModelInvalid(f"the adapter's {ADAPTER_CONFIG} is not a JSON object")
+    return config

@@ -1,0 +1,192 @@
+"""A Hugging Face model in torchtune's building blocks: a frozen base and LoRA adapters, run over flat segments."""
+
+from __future__ import annotations
+
+import math
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from apis.errors import InvalidField
+from post_training.training.model import TORCH_DTYPES, ModelConfig, Segments
+from providers.torchtune import shim
+from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter
+from providers.torchtune.architecture import Architecture
+from providers.torchtune.attention import segment_attention
+from providers.torchtune.convert import load_base
+from providers.torchtune.families import check_max_seq_len, check_output_adapter, describe
+from providers.torchtune.peft_export import from_peft, to_peft
+
+
+def load_model(config: ModelConfig) -> TorchtuneModel:
+    """Load the base, frozen and in `config.dtype`, with fresh adapters or those of `config.adapter_dir`.
+
+    Raises:
+        UnsupportedModel: torchtune lacks the model or would compute it wrongly.
+        ModelInvalid: files are missing, damaged or do not fit together.
+        InvalidField: LoRA options that the model cannot honour, or that differ from the adapter to go on from.
+    """
+    architecture = describe(config.base_dir)
+    lora = config.lora
+    shape = AdapterShape.of(lora.rank, lora.alpha, lora.attn_modules, lora.mlp, lora.output)
+    check_output_adapter(architecture, lora.output)
+    if not shape.modules:
+        raise InvalidField("no layer gets an adapter", param="algorithm_config.lora_attn_modules")
+    if config.adapter_dir is not None:
+        check_adapter(config.adapter_dir, architecture, shape)
+    module = _build(architecture, shape)
+    _fill(module, architecture, shape, config)
+    return TorchtuneModel(module, architecture, shape, config.activation_checkpointing)
+
+
+class TorchtuneModel:
+    """The TrainableModel of this provider."""
+
+    def __init__(
+        self, module: shim.TransformerDecoder, architecture: Architecture, shape: AdapterShape, checkpointing: bool
+    ) -> None:
+        self._module = module
+        self._architecture = architecture
+        self._shape = shape
+        self._checkpointing = checkpointing
+
+    @property
+    def device(self) -> torch.device:
+        return self._module.tok_embeddings.weight.device
+
+    @property
+    def module(self) -> nn.Module:
+        return self._module
+
+    def adapter_parameters(self) -> dict[str, nn.Parameter]:
+        """`layers.<n>.<attn|mlp>.<name>.lora_<a|b>.weight`, A [rank, in] and B [out, rank], in layer order."""
+        return {name: parameter for name, parameter in self._module.named_parameters() if _is_adapter(name)}
+
+    def hidden_states(self, segments: Segments) -> Tensor:
+        """Final hidden states after the last norm, [T, D].
+
+        Raises:
+            InvalidField, UnsupportedModel: a segment is longer than the model computes rightly.
+        """
+        check_max_seq_len(self._architecture, max(segments.lengths))
+        hidden = self._module.tok_embeddings(segments.tokens[None])
+        positions = segments.positions[None]
+        for layer in self._module.layers:
+            run = partial(layer, mask=segments.lengths, input_pos=positions)
+            if self._checkpointing and torch.is_grad_enabled():
+                # Nothing in a layer is random, so no RNG state has to be kept.
+                hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+            else:
+                hidden = run(hidden)
+        return self._module.norm(hidden)[0]
+
+    def output(self, hidden: Tensor) -> Tensor:
+        """Logits [N, V] of hidden states [N, D], in the hidden states' dtype."""
+        return self._module.output(hidden)
+
+    def peft_adapter(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Copies of `parameters` under PEFT's names, and `adapter_config.json` with an empty base model name.
+
+        Only the adapter is read: the base is never merged into, so exporting cannot change the model.
+        """
+        tensors = to_peft(parameters, self._architecture, self._shape)
+        return tensors, adapter_config(self._architecture, self._shape)
+
+
+def _is_adapter(name: str) -> bool:
+    return name.endswith((".lora_a.weight", ".lora_b.weight"))
+
+
+def _build(architecture: Architecture, shape: AdapterShape) -> shim.TransformerDecoder:
+    """The network without storage: every parameter is on the meta device, the RoPE table is real."""
+    rope = _rope(architecture)
+    with torch.device("meta"):
+        module = _decoder(architecture)
+        _add_adapters(module, shape)
+    for layer in cast(Any, module.layers):
+        # One RoPE table for all layers. It is never cast: a bf16 table turns far positions by wrong angles.
+        layer.attn.pos_embeddings = rope
+        layer.attn._attention_call = segment_attention
+    for name, parameter in module.named_parameters():
+        parameter.requires_grad_(_is_adapter(name))
+    return module
+
+
+def _decoder(a: Architecture) -> shim.TransformerDecoder:
+    common: dict[str, Any] = {
+        "vocab_size": a.vocab_size,
+        "num_layers": a.num_layers,
+        "num_heads": a.num_heads,
+        "num_kv_heads": a.num_kv_heads,
+        "embed_dim": a.embed_dim,
+        "intermediate_dim": a.intermediate_dim,
+        "max_seq_len": a.context_length,
+        "norm_eps": a.norm_eps,
+    }
+    if a.family == "gemma":
+        return shim.gemma(**common, head_dim=a.head_dim)
+    if a.family == "phi3":
+        return shim.phi3(**common)
+    if a.family == "qwen2":
+        return shim.qwen2(**common, tie_word_embeddings=a.tied)
+    # Llama of any version and Mistral are the same network but for RoPE, which is replaced, and the window, which is
+    # checked. torchtune's other builders of these two cannot tie.
+    return shim.llama3_2(**common, tie_word_embeddings=a.tied)
+
+
+def _rope(a: Architecture) -> nn.Module:
+    """The fp32 rotation table, [context_length, ...], computed under no device or dtype context."""
+    common: dict[str, Any] = {"dim": a.head_dim, "max_seq_len": a.context_length, "base": a.rope_base}
+    if a.family == "qwen2":
+        return shim.Qwen2RotaryPositionalEmbeddings(**common)
+    if a.family == "phi3":
+        return shim.Phi3RotaryPositionalEmbeddings(**common)
+    scaling = a.rope_scaling
+    if scaling is None:
+        return shim.RotaryPositionalEmbeddings(**common)
+    return shim.Llama3ScaledRoPE(
+        **common,
+        scale_factor=cast(int, scaling.factor),
+        low_freq_factor=cast(int, scaling.low_freq_factor),
+        high_freq_factor=cast(int, scaling.high_freq_factor),
+        old_context_len=scaling.original_context,
+    )
+
+
+def _add_adapters(module: shim.TransformerDecoder, shape: AdapterShape) -> None:
+    for name, linear in list(module.named_modules()):
+        if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in shape.modules:
+            adapted = shim.LoRALinear(
+                linear.in_features, linear.out_features, shape.rank, shape.alpha, use_bias=linear.bias is not None
+            )
+            module.set_submodule(name, adapted)
+
+
+def _fill(
+    module: shim.TransformerDecoder, architecture: Architecture, shape: AdapterShape, config: ModelConfig
+) -> None:
+    dtype = TORCH_DTYPES[config.dtype]
+    sizes = {name: parameter.shape for name, parameter in module.named_parameters() if _is_adapter(name)}
+    if config.adapter_dir is None:
+        adapter = _fresh_adapter(sizes, config.seed)
+    else:
+        adapter = from_peft(config.adapter_dir, sizes, architecture, shape)
+    tensors = load_base(config.base_dir, architecture, dtype)
+    # Adapters are written to, so they get memory of their own, never a mapped file's.
+    tensors |= {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in adapter.items()}
+    on_device = {name: tensor.to(config.device) for name, tensor in tensors.items()}
+    module.load_state_dict(on_device, assign=True)
+    module.to(config.device)
+
+
+def _fresh_adapter(sizes: dict[str, torch.Size], seed: int) -> dict[str, Tensor]:
+    """A Kaiming-uniform, B zero (LoRA, https://arxiv.org/abs/2106.09685), the same for one seed on every device."""
+    generator = torch.Generator("cpu").manual_seed(seed)
+    fresh = {name: torch.zeros(size) for name, size in sizes.items()}
+    for name, tensor in fresh.items():
+        if name.endswith(".lora_a.weight"):
+            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
+    return fresh

@@ -1,0 +1,177 @@
+"""Adapter tensors between torchtune's names and layout and PEFT's.
+
+B rows of q and k are permuted where torchtune rotates pairs (A is not: the permutation acts on outputs). Phi-3's parts
+become one adapter of the fused layer, see `adapter_config`.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+from apis.errors import ModelInvalid
+from providers.torchtune.adapter_config import ADAPTER_WEIGHTS, FUSED, PEFT_NAMES, AdapterShape, fused_parts
+from providers.torchtune.architecture import Architecture
+from providers.torchtune.convert import deinterleave, interleave
+
+_LAYER = re.compile(r"layers\.(\d+)\.(attn|mlp)\.(\w+)")
+_BLOCKS = {"attn": "self_attn", "mlp": "mlp"}
+
+Pair = tuple[Tensor, Tensor]
+"""A [rank, in] and B [out, rank] of one layer."""
+
+
+def to_peft(parameters: dict[str, Tensor], architecture: Architecture, shape: AdapterShape) -> dict[str, Tensor]:
+    """Adapter parameters under PEFT's names, as copies in the dtype given.
+
+    Args:
+        parameters: by torchtune's name, such as `layers.0.attn.q_proj.lora_a.weight`.
+    """
+    pairs = {
+        module: (
+            parameters[f"{module}.lora_a.weight"],
+            _rows(parameters[f"{module}.lora_b.weight"], module, architecture),
+        )
+        for module in _modules(parameters)
+    }
+    return {
+        f"base_model.model.{name}.lora_{which}.weight": tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, pair in _fuse(pairs, architecture, shape).items()
+        for which, tensor in zip("AB", pair, strict=True)
+    }
+
+
+def from_peft(
+    adapter_dir: Path, expected: dict[str, torch.Size], architecture: Architecture, shape: AdapterShape
+) -> dict[str, Tensor]:
+    """The parameters of a PEFT adapter by torchtune's names, in the dtype stored.
+
+    Args:
+        expected: shape of every adapter parameter by torchtune's name.
+
+    Raises:
+        ModelInvalid: a tensor is missing, unexpected or mis-shaped, or an adapter of a fused layer is not made of
+            separate blocks.
+    """
+    stored = _load(adapter_dir)
+    parameters: dict[str, Tensor] = {}
+    for module in _modules(expected):
+        a, b = _pair(stored, module, architecture, shape)
+        parameters[f"{module}.lora_a.weight"] = a
+        parameters[f"{module}.lora_b.weight"] = _rows(b, module, architecture, inverse=True)
+    for name, size in expected.items():
+        if parameters[name].shape != size:
+            raise ModelInvalid(f"the adapter's {name} has shape {list(parameters[name].shape)}, not {list(size)}")
+    _refuse_others(stored, to_peft(parameters, architecture, shape))
+    return parameters
+
+
+def _modules(names: dict[str, Tensor] | dict[str, torch.Size]) -> list[str]:
+    return list(dict.fromkeys(name.rsplit(".", 2)[0] for name in names))
+
+
+def _rows(b: Tensor, module: str, architecture: Architecture, inverse: bool = False) -> Tensor:
+    heads = {"q_proj": architecture.num_heads, "k_proj": architecture.num_kv_heads}.get(module.rpartition(".")[2])
+    if heads is None or not architecture.interleaved_rope:
+        return b
+    if b.shape[0] != heads * architecture.head_dim:
+        raise ModelInvalid(f"the adapter's {module} has {b.shape[0]} rows, not {heads * architecture.head_dim}")
+    return interleave(b, heads) if inverse else deinterleave(b, heads)
+
+
+def _peft_name(module: str, leaf: str | None = None) -> str:
+    found = _LAYER.fullmatch(module)
+    if found is None:
+        return PEFT_NAMES[module]
+    layer, block, own = found.groups()
+    return f"model.layers.{layer}.{_BLOCKS[block]}.{leaf or PEFT_NAMES[own]}"
+
+
+def _whole_of(module: str, architecture: Architecture, shape: AdapterShape) -> tuple[str, tuple[str, ...]] | None:
+    """The fused layer that `module` is a part of and its adapted parts, or None."""
+    own = module.rpartition(".")[2]
+    for whole, parts in fused_parts(architecture, shape).items():
+        if own in parts:
+            return whole, parts
+    return None
+
+
+def _fuse(pairs: dict[str, Pair], architecture: Architecture, shape: AdapterShape) -> dict[str, Pair]:
+    fused: dict[str, Pair] = {}
+    for module, pair in pairs.items():
+        whole = _whole_of(module, architecture, shape)
+        if whole is None:
+            fused[_peft_name(module)] = pair
+            continue
+        name, parts = whole
+        block = module.rpartition(".")[0]
+        fused[_peft_name(module, name)] = _block_structured(
+            [pairs[f"{block}.{part}"] for part in parts], _part_rows(name, architecture), parts
+        )
+    return fused
+
+
+def _block_structured(pairs: list[Pair], rows: dict[str, int], parts: tuple[str, ...]) -> Pair:
+    """A stacked [n rank, in]; B [rows of the whole, n rank] with each part's B at its own rows and columns."""
+    a = torch.cat([pair[0] for pair in pairs])
+    b = pairs[0][1].new_zeros(sum(rows.values()), a.shape[0])
+    for (first, last, left, right), (_, part) in zip(_places(rows, parts, pairs[0][0].shape[0]), pairs, strict=True):
+        b[first:last, left:right] = part
+    return a, b
+
+
+def _places(rows: dict[str, int], parts: tuple[str, ...], rank: int) -> list[tuple[int, int, int, int]]:
+    """(first row, last row, first column, last column) of each adapted part's block in B."""
+    places, first = [], 0
+    for name, count in rows.items():
+        if name in parts:
+            left = parts.index(name) * rank
+            places.append((first, first + count, left, left + rank))
+        first += count
+    return places
+
+
+def _part_rows(whole: str, a: Architecture) -> dict[str, int]:
+    kv = a.num_kv_heads * a.head_dim
+    rows = {"q_proj": a.num_heads * a.head_dim, "k_proj": kv, "v_proj": kv}
+    return {part: rows.get(part, a.intermediate_dim) for part in FUSED[whole]}
+
+
+def _pair(stored: dict[str, Tensor], module: str, architecture: Architecture, shape: AdapterShape) -> Pair:
+    whole = _whole_of(module, architecture, shape)
+    name = _peft_name(module, whole[0] if whole else None)
+    a, b = (_get(stored, f"base_model.model.{name}.lora_{which}.weight") for which in "AB")
+    if whole is None:
+        return a, b
+    rows, parts = _part_rows(whole[0], architecture), whole[1]
+    if b.shape != (sum(rows.values()), a.shape[0]) or a.shape[0] != shape.rank * len(parts):
+        raise ModelInvalid(f"the adapter's {name} does not have the shape of {len(parts)} blocks")
+    first, last, left, right = _places(rows, parts, shape.rank)[parts.index(module.rpartition(".")[2])]
+    return a[left:right], b[first:last, left:right]
+
+
+def _get(stored: dict[str, Tensor], name: str) -> Tensor:
+    if name not in stored:
+        raise ModelInvalid(f"the adapter lacks {name}")
+    return stored[name]
+
+
+def _load(adapter_dir: Path) -> dict[str, Tensor]:
+    try:
+        return load_file(adapter_dir / ADAPTER_WEIGHTS)
+    except (SafetensorError, OSError) as error:
+        raise ModelInvalid(f"the adapter's {ADAPTER_WEIGHTS} cannot be read ({type(error).__name__})") from None
+
+
+def _refuse_others(stored: dict[str, Tensor], back: dict[str, Tensor]) -> None:
+    """What is loaded must say all that is stored: no further tensor, nothing outside a fused layer's blocks."""
+    for name, tensor in stored.items():
+        if name not in back:
+            raise ModelInvalid(f"the adapter holds {name}, which this request does not train")
+        if not torch.equal(tensor, back[name]):
+            raise ModelInvalid(f"the adapter's {name} mixes the parts of a fused layer and cannot be continued here")

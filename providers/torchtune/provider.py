@@ -1,0 +1,84 @@
+"""inline::torchtune as the server sees it: checks requests, hands jobs to the queue. Never imports torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from apis.errors import InvalidField, UnsupportedModel
+from apis.post_training.models import LoraFinetuningConfig, SupervisedFineTuneRequest, TrainingConfig
+from post_training.catalog.models import ResolvedModel
+from post_training.jobs.spec import WorkerSettings
+from post_training.service import JobService, ProviderProfile
+from providers.spec import ProviderDeps
+from providers.torchtune.config import TorchtunePostTrainingConfig
+from providers.torchtune.families import check_lora, describe
+
+MODEL_MODULE = "providers.torchtune.model"
+DEFAULT_MAX_SEQ_LEN = 4096
+
+_UNAVAILABLE_EFFICIENCY = {
+    "enable_activation_offloading": "activations stay where they are computed on a single device",
+    "memory_efficient_fsdp_wrap": "there is no FSDP on a single device",
+    "fsdp_cpu_offload": "there is no FSDP on a single device",
+}
+
+
+async def get_provider_impl(config: TorchtunePostTrainingConfig, deps: ProviderDeps) -> JobService:
+    roots = config.model_roots or [str(deps.home / "models")]
+    profile = ProviderProfile(
+        provider_id=deps.provider_id,
+        check=check_request,
+        worker=WorkerSettings(
+            model_module=MODEL_MODULE,
+            device=config.device,
+            threads=config.threads,
+            micro_batch_tokens=config.micro_batch_tokens,
+            export=config.forms,
+            merged_dtype=config.merged_dtype,
+            default_max_seq_len=DEFAULT_MAX_SEQ_LEN,
+        ),
+        default_model=config.default_model,
+        default_seed=config.torch_seed or 0,
+        model_roots=tuple(Path(root).expanduser() for root in roots),
+        max_queued=config.max_queued,
+    )
+    return JobService(deps.database, deps.home, deps.models, deps.datasets, profile)
+
+
+def check_request(request: SupervisedFineTuneRequest, model: ResolvedModel) -> LoraFinetuningConfig:
+    """Refuse, by field, what this provider would not do.
+
+    Raises:
+        InvalidField, UnsupportedModel, ModelInvalid.
+    """
+    algorithm = request.algorithm_config
+    if not isinstance(algorithm, LoraFinetuningConfig):
+        raise InvalidField(
+            "inline::torchtune trains LoRA adapters; QAT is not offered, use {'type': 'LoRA', ...}",
+            param="algorithm_config.type",
+        )
+    _refuse_unavailable(algorithm, request.training_config)
+    data = request.training_config.data_config
+    max_seq_len = data.max_seq_len if data else None
+    architecture = describe(model.base_dir, max_seq_len or DEFAULT_MAX_SEQ_LEN)
+    if max_seq_len is not None and max_seq_len > architecture.context_length:
+        raise InvalidField(
+            f"max_seq_len {max_seq_len} is beyond the context of {model.identifier!r}, {architecture.context_length}",
+            param="training_config.data_config.max_seq_len",
+        )
+    if model.merged_dir is not None and model.adapter_dir is None:
+        raise UnsupportedModel(f"{model.identifier!r} has no adapter to go on from", param="model")
+    check_lora(architecture, algorithm)
+    return algorithm
+
+
+def _refuse_unavailable(algorithm: LoraFinetuningConfig, training: TrainingConfig) -> None:
+    if algorithm.use_dora:
+        raise InvalidField("DoRA is not offered; leave use_dora out", param="algorithm_config.use_dora")
+    if algorithm.quantize_base:
+        raise InvalidField(
+            "a quantized base is not offered; leave quantize_base out", param="algorithm_config.quantize_base"
+        )
+    for field, why in _UNAVAILABLE_EFFICIENCY.items():
+        if getattr(training.efficiency_config, field):
+            raise InvalidField(f"{field} is not offered: {why}", param=f"training_config.efficiency_config.{field}")

@@ -1,0 +1,10 @@
+"""Fixtures shared by all tests."""
+
+from __future__ import annotations
+
+import os
+
+# One model per process on a small machine: threads that fight for two cores only make tests slow and noisy.
+os.environ.setdefault("OMP_NUM_THREADS", "2")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")

@@ -1,0 +1,457 @@
+"""A stack in memory behind real HTTP: the routers of `apis`, each over a small implementation that keeps state.
+
+A job takes one step of its life each time its status is asked for, so that tests see every state without clocks.
+"""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import uvicorn
+from fastapi import FastAPI
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import Receive, Scope, Send
+
+import apis.datasets.routes
+import apis.inference.routes
+import apis.inspect.routes
+import apis.models.routes
+import apis.post_training.routes
+from apis.datasets import Dataset, IterrowsResponse, ListDatasetsResponse, RegisterDatasetRequest, Row
+from apis.errors import (
+    Conflict,
+    DatasetNotFound,
+    InvalidField,
+    JobNotFound,
+    ModelNotFound,
+    NonFiniteLoss,
+    NotFound,
+    NotSupported,
+    Unauthorized,
+    Unavailable,
+)
+from apis.inference import (
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    Delta,
+    Usage,
+)
+from apis.inspect import HealthInfo, ListProvidersResponse, ListRoutesResponse, ProviderInfo, RouteInfo, VersionInfo
+from apis.models import ListModelsResponse, Model, RegisterModelRequest
+from apis.post_training import (
+    Checkpoint,
+    JobError,
+    JobProgress,
+    JobStatus,
+    JobSummary,
+    ListPostTrainingJobsResponse,
+    PostTrainingJob,
+    PostTrainingJobArtifactsResponse,
+    PostTrainingJobLogStream,
+    PostTrainingJobStatusResponse,
+    PostTrainingMetric,
+    PreferenceOptimizeRequest,
+    SupervisedFineTuneRequest,
+)
+from distributions.errors import add_exception_handlers, error_response
+
+BASE_MODEL = "lab/tiny-135M"
+DIVERGING_MODEL = "lab/diverging"
+STEPS = 4
+EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
+
+
+class DatasetStore:
+    def __init__(self) -> None:
+        self._datasets: dict[str, Dataset] = {}
+        self._rows: dict[str, list[Row]] = {}
+
+    async def register_dataset(self, request: RegisterDatasetRequest) -> Dataset:
+        identifier = request.dataset_id or f"dataset-{len(self._datasets)}"
+        known = self._datasets.get(identifier)
+        if known is not None:
+            if known.source != request.source:
+                raise Conflict(f"dataset {identifier!r} has another source", param="dataset_id")
+            return known
+        dataset = Dataset(
+            identifier=identifier,
+            provider_resource_id=identifier,
+            provider_id="localfs",
+            purpose=request.purpose,
+            source=request.source,
+            metadata=request.metadata or {},
+        )
+        self._datasets[identifier] = dataset
+        self._rows[identifier] = list(request.source.rows) if request.source.type == "rows" else []
+        return dataset
+
+    async def list_datasets(self) -> ListDatasetsResponse:
+        return ListDatasetsResponse(data=list(self._datasets.values()))
+
+    async def get_dataset(self, dataset_id: str) -> Dataset:
+        return self.find(dataset_id)
+
+    async def unregister_dataset(self, dataset_id: str) -> None:
+        self.find(dataset_id)
+        del self._datasets[dataset_id]
+
+    async def iterrows(
+        self, dataset_id: str, start_index: int | None = None, limit: int | None = None
+    ) -> IterrowsResponse:
+        self.find(dataset_id)
+        rows, start = self._rows[dataset_id], start_index or 0
+        end = len(rows) if limit in (None, -1) else start + limit
+        return IterrowsResponse(data=rows[start:end], has_more=end < len(rows))
+
+    async def append_rows(self, dataset_id: str, rows: list[Row]) -> None:
+        if self.find(dataset_id).source.type != "rows":
+            raise InvalidField("only a data set registered by rows can be appended to", param="dataset_id")
+        self._rows[dataset_id] += rows
+
+    def find(self, dataset_id: str) -> Dataset:
+        if dataset_id not in self._datasets:
+            raise DatasetNotFound(f"dataset {dataset_id!r} is not registered", param="dataset_id")
+        return self._datasets[dataset_id]
+
+
+class ModelStore:
+    def __init__(self) -> None:
+        self._models = {identifier: _model(identifier, identifier) for identifier in (BASE_MODEL, DIVERGING_MODEL)}
+
+    async def list_models(self) -> ListModelsResponse:
+        return ListModelsResponse(data=list(self._models.values()))
+
+    async def get_model(self, model_id: str) -> Model:
+        return self.find(model_id)
+
+    async def register_model(self, request: RegisterModelRequest) -> Model:
+        target = self.find(request.provider_model_id or request.model_id)
+        if request.model_id in self._models and request.model_id != target.identifier:
+            raise Conflict(f"model id {request.model_id!r} is taken", param="model_id")
+        model = _model(request.model_id, target.identifier, request.metadata)
+        self._models[request.model_id] = model
+        return model
+
+    async def unregister_model(self, model_id: str) -> None:
+        self.find(model_id)
+        del self._models[model_id]
+
+    def find(self, model_id: str) -> Model:
+        if model_id not in self._models:
+            raise ModelNotFound(f"model {model_id!r} is not registered", param="model")
+        return self._models[model_id]
+
+
+def _model(identifier: str, resource: str, metadata: dict[str, Any] | None = None) -> Model:
+    return Model(
+        identifier=identifier,
+        provider_resource_id=resource,
+        provider_id="transformers",
+        id=identifier,
+        created=0,
+        metadata=metadata or {},
+    )
+
+
+@dataclass
+class Job:
+    request: SupervisedFineTuneRequest
+    ticks: int = 0
+    cancelled: bool = False
+
+    @property
+    def step(self) -> int:
+        return min(max(self.ticks - 3, 0), STEPS)
+
+    @property
+    def status(self) -> JobStatus:
+        if self.cancelled:
+            return JobStatus.cancelled
+        if self.request.model == DIVERGING_MODEL and self.step >= 2:
+            return JobStatus.failed
+        if self.ticks < 2:
+            return JobStatus.scheduled
+        return JobStatus.completed if self.ticks > STEPS + 3 else JobStatus.in_progress
+
+
+@dataclass
+class PostTrainingService:
+    datasets: DatasetStore
+    models: ModelStore
+    jobs: dict[str, Job] = field(default_factory=dict)
+
+    async def supervised_fine_tune(self, request: SupervisedFineTuneRequest) -> PostTrainingJob:
+        known = self.jobs.get(request.job_uuid)
+        if known is not None and known.request != request:
+            raise Conflict(f"job {request.job_uuid!r} exists with another body", param="job_uuid")
+        if known is None:
+            self._check(request)
+            self.jobs[request.job_uuid] = Job(request)
+        return PostTrainingJob(job_uuid=request.job_uuid)
+
+    def _check(self, request: SupervisedFineTuneRequest) -> None:
+        if request.model is None:
+            raise InvalidField("model: this stack has no default model; name one", param="model")
+        self.models.find(request.model)
+        data = request.training_config.data_config
+        if data is None:
+            raise InvalidField("name the rows to train on", param="training_config.data_config")
+        for identifier in filter(None, (data.dataset_id, data.validation_dataset_id)):
+            self.datasets.find(identifier)
+
+    async def preference_optimize(self, request: PreferenceOptimizeRequest) -> PostTrainingJob:
+        raise NotSupported(f"no provider does preference optimization (beta {request.algorithm_config.beta})")
+
+    async def list_jobs(self) -> ListPostTrainingJobsResponse:
+        return ListPostTrainingJobsResponse(
+            data=[
+                JobSummary(job_uuid=uuid, status=job.status, model=str(job.request.model), created_at=EPOCH)
+                for uuid, job in self.jobs.items()
+            ]
+        )
+
+    async def get_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
+        job = self._find(job_uuid)
+        job.ticks += 1
+        ended = job.status.terminal
+        return PostTrainingJobStatusResponse(
+            job_uuid=job_uuid,
+            status=job.status,
+            scheduled_at=EPOCH,
+            started_at=EPOCH if job.ticks > 1 else None,
+            completed_at=EPOCH + timedelta(seconds=75) if ended else None,
+            checkpoints=self._checkpoints(job),
+            model=job.request.model,
+            attempt=1,
+            queue_position=2 if job.status is JobStatus.scheduled else None,
+            progress=self._progress(job),
+            error=self._error(job),
+        )
+
+    def _progress(self, job: Job) -> JobProgress | None:
+        if job.status is JobStatus.scheduled:
+            return None
+        if job.step == 0:
+            return JobProgress(phase="load_model", total_steps=STEPS)
+        left = float(STEPS - job.step)
+        return JobProgress(
+            step=job.step,
+            total_steps=STEPS,
+            loss=2.0 / job.step,
+            tokens_per_second=1234.5,
+            seconds_left=left,
+            phase="train",
+        )
+
+    def _error(self, job: Job) -> JobError | None:
+        if job.status is not JobStatus.failed:
+            return None
+        return JobError(code=NonFiniteLoss.code, message="the loss is not finite at step 2; lower the learning rate")
+
+    def _checkpoints(self, job: Job) -> list[Checkpoint]:
+        if job.status is not JobStatus.completed:
+            return []
+        uuid = job.request.job_uuid
+        checkpoint = Checkpoint(
+            identifier=f"{job.request.model}-sft-{uuid}-0",
+            created_at=EPOCH,
+            epoch=0,
+            step=STEPS,
+            post_training_job_id=uuid,
+            path=f"jobs/{uuid}/checkpoints/{STEPS}",
+            training_metrics=PostTrainingMetric(epoch=0, train_loss=0.5, validation_loss=0.75, perplexity=2.117),
+        )
+        return [checkpoint]
+
+    async def get_job_artifacts(self, job_uuid: str) -> PostTrainingJobArtifactsResponse:
+        return PostTrainingJobArtifactsResponse(job_uuid=job_uuid, checkpoints=self._checkpoints(self._find(job_uuid)))
+
+    async def cancel_job(self, job_uuid: str) -> None:
+        job = self._find(job_uuid)
+        job.cancelled = job.cancelled or not job.status.terminal
+
+    async def get_job_logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
+        lines = ["job accepted", *(f"step {step + 1}" for step in range(self._find(job_uuid).step))]
+        return PostTrainingJobLogStream(job_uuid=job_uuid, log_lines=lines[after:], next=len(lines))
+
+    def _find(self, job_uuid: str) -> Job:
+        if job_uuid not in self.jobs:
+            raise JobNotFound(f"job {job_uuid!r} does not exist", param="job_uuid")
+        return self.jobs[job_uuid]
+
+
+class Echo:
+    """Answers with the last message's words; the word `break` ends a stream with an error."""
+
+    def __init__(self, models: ModelStore) -> None:
+        self._models = models
+
+    async def chat_completion(self, request: ChatCompletionRequest) -> ChatCompletion:
+        self._models.find(request.model)
+        words = self._words(request)
+        choice = ChatChoice(message=AnswerMessage(content=" ".join(words)), finish_reason="stop")
+        return ChatCompletion(
+            id="chat-1", created=0, model=request.model, choices=[choice], usage=_usage(len(words), len(words))
+        )
+
+    async def stream_chat_completion(self, request: ChatCompletionRequest) -> AsyncIterator[ChatCompletionChunk]:
+        self._models.find(request.model)
+        for word in self._words(request):
+            if word == "break":
+                raise Unavailable("the model's worker is gone")
+            choice = ChunkChoice(delta=Delta(content=word))
+            yield ChatCompletionChunk(id="chat-1", created=0, model=request.model, choices=[choice])
+
+    def _words(self, request: ChatCompletionRequest) -> list[str]:
+        return (request.messages[-1].content or "").split()[: request.max_tokens]
+
+    async def completion(self, request: CompletionRequest) -> Completion:
+        self._models.find(request.model)
+        choices = [
+            CompletionChoice(index=index, text=prompt.upper(), finish_reason="stop")
+            for index, prompt in enumerate(request.prompt)
+        ]
+        return Completion(id="text-1", created=0, model=request.model, choices=choices, usage=_usage(1, 1))
+
+    async def stream_completion(self, request: CompletionRequest) -> AsyncIterator[Completion]:
+        for word in request.prompt[0].split():
+            choices = [CompletionChoice(index=0, text=word.upper())]
+            yield Completion(id="text-1", created=0, model=request.model, choices=choices)
+
+
+def _usage(prompt: int, completion: int) -> Usage:
+    return Usage(prompt_tokens=prompt, completion_tokens=completion, total_tokens=prompt + completion)
+
+
+class Inspection:
+    _provider = ProviderInfo(
+        api="post_training", provider_id="memory", provider_type="inline::memory", health=HealthInfo(status="OK")
+    )
+
+    async def version(self) -> VersionInfo:
+        return VersionInfo(version="9.9.9")
+
+    async def health(self) -> HealthInfo:
+        return HealthInfo(status="OK")
+
+    async def list_providers(self) -> ListProvidersResponse:
+        return ListProvidersResponse(data=[self._provider])
+
+    async def get_provider(self, provider_id: str) -> ProviderInfo:
+        if provider_id != self._provider.provider_id:
+            raise NotFound(f"there is no provider {provider_id!r}")
+        return self._provider
+
+    async def list_routes(self) -> ListRoutesResponse:
+        return ListRoutesResponse(data=[RouteInfo(route="/v1/health", method="GET", provider_types=[])])
+
+
+@dataclass
+class Received:
+    """A request as it arrived; `path` still percent-encoded."""
+
+    method: str
+    path: str
+    headers: dict[str, str]
+    body: bytes
+
+
+class InMemoryStack:
+    """The running stack, itself the ASGI app that is served.
+
+    Attributes:
+        requests: what arrived, oldest first.
+        faults: answers given instead of the routes' own to the next requests.
+        api_key: demanded from every caller where it is set.
+    """
+
+    def __init__(self) -> None:
+        self.url = ""
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget everything, as a new stack would be."""
+        self.requests: list[Received] = []
+        self.faults: deque[Response] = deque()
+        self.api_key: str | None = None
+        self.datasets, self.models = DatasetStore(), ModelStore()
+        self.post_training = PostTrainingService(self.datasets, self.models)
+        self._routes = self._mounted()
+
+    def _mounted(self) -> FastAPI:
+        app = FastAPI()
+        add_exception_handlers(app)
+        app.include_router(apis.post_training.routes.create_router(self.post_training), prefix="/v1alpha")
+        app.include_router(apis.datasets.routes.create_router(self.datasets), prefix="/v1beta")
+        app.include_router(apis.models.routes.create_router(self.models), prefix="/v1")
+        app.include_router(apis.inference.routes.create_router(Echo(self.models)), prefix="/v1")
+        app.include_router(apis.inspect.routes.create_router(Inspection()), prefix="/v1")
+        return app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        request = Request(scope, receive)
+        body = await request.body()
+        self.requests.append(Received(request.method, scope["raw_path"].decode(), dict(request.headers), body))
+        answer = self._answer(request)
+        if answer is not None:
+            return await answer(scope, receive, send)
+        read = False
+
+        async def replay() -> Any:
+            nonlocal read
+            if read:
+                return await receive()
+            read = True
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        return await self._routes(scope, replay, send)
+
+    def _answer(self, request: Request) -> Response | None:
+        if self.faults:
+            return self.faults.popleft()
+        expected = self.api_key
+        if expected is not None and request.headers.get("authorization") != f"Bearer {expected}":
+            return error_response(Unauthorized("the API key is missing or wrong"), request.url.path)
+        return None
+
+
+def fault(status: int, body: Any = None, **headers: str) -> JSONResponse:
+    """A planned answer; underscores in header names become hyphens."""
+    return JSONResponse(body, status, headers={name.replace("_", "-"): value for name, value in headers.items()})
+
+
+@contextmanager
+def running() -> Iterator[InMemoryStack]:
+    """Serve a stack on a free port of 127.0.0.1 until the block ends."""
+    stack = InMemoryStack()
+    listener = socket.socket()
+    listener.bind(("127.0.0.1", 0))
+    stack.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = uvicorn.Server(uvicorn.Config(stack, log_level="critical", lifespan="off", ws="none"))
+    thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
+    thread.start()
+    try:
+        while not server.started:
+            assert thread.is_alive(), "the server did not start"
+            time.sleep(0.01)
+        yield stack
+    finally:
+        server.should_exit = True
+        thread.join()
+        listener.close()

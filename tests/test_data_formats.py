@@ -1,0 +1,215 @@
+"""Data formats: which columns mean what, and how a row that does not fit is named."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from apis.datasets.models import Row, RowsDataSource
+from apis.errors import DataInvalid
+from apis.post_training.models import DatasetFormat
+from post_training.data.formats import detect_format, to_conversation
+from post_training.data.preflight import check_rows
+from post_training.data.sources import SourcePolicy, open_rows
+
+USER = {"role": "user", "content": "2 + 2?"}
+ANSWER = {"role": "assistant", "content": "4"}
+TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
+CALL = {"id": "1", "function": {"name": "add", "arguments": '{"a": 2, "b": 2}'}}
+
+
+def messages(*values: dict[str, Any], **columns: Any) -> Row:
+    return {"messages": list(values), **columns}
+
+
+def called(arguments: str) -> dict[str, Any]:
+    return {"function": {"name": "add", "arguments": arguments}}
+
+
+GOOD: list[tuple[DatasetFormat, Row, list[dict[str, Any]]]] = [
+    (
+        DatasetFormat.instruct,
+        {"chat_completion_input": json.dumps([USER]), "expected_answer": "4"},
+        [USER, ANSWER],
+    ),
+    (
+        DatasetFormat.instruct,
+        {"chat_completion_input": [{"content": "2 + 2?"}], "expected_answer": "4"},
+        [USER, ANSWER],
+    ),
+    (DatasetFormat.dialog, {"dialog": json.dumps([USER, ANSWER])}, [USER, ANSWER]),
+    (
+        DatasetFormat.dialog,
+        {"dialog": [{"role": "system", "content": "Add."}, USER, ANSWER, USER, ANSWER]},
+        [{"role": "system", "content": "Add."}, USER, ANSWER, USER, ANSWER],
+    ),
+    (DatasetFormat.messages, messages(USER, ANSWER), [USER, ANSWER]),
+    (
+        DatasetFormat.messages,
+        messages(
+            {"role": "developer", "content": "Add."}, USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}
+        ),
+        [{"role": "system", "content": "Add."}, USER, {**ANSWER, "weight": 0}, USER, {**ANSWER, "weight": 1}],
+    ),
+    (
+        DatasetFormat.messages,
+        messages(
+            {"role": "user", "content": [{"type": "text", "text": "2 "}, {"type": "text", "text": "+ 2?"}]}, ANSWER
+        ),
+        [USER, ANSWER],
+    ),
+    (
+        DatasetFormat.messages,
+        messages(
+            USER,
+            {"role": "assistant", "content": None, "tool_calls": [CALL]},
+            {"role": "tool", "content": "4", "tool_call_id": "1"},
+        ),
+        [
+            USER,
+            {
+                "role": "assistant",
+                "tool_calls": [
+                    {"id": "1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": 2}}}
+                ],
+            },
+            {"role": "tool", "content": "4", "tool_call_id": "1"},
+        ],
+    ),
+    (DatasetFormat.prompt_completion, {"prompt": "2 + 2?", "completion": "4"}, [USER, ANSWER]),
+    (DatasetFormat.alpaca, {"instruction": "2 + 2?", "input": "", "output": "4"}, [USER, ANSWER]),
+    (DatasetFormat.alpaca, {"instruction": "2 + 2?", "input": None, "output": "4"}, [USER, ANSWER]),
+    (
+        DatasetFormat.alpaca,
+        {"instruction": "Add.", "input": "2 and 2", "output": "4"},
+        [{"role": "user", "content": "Add.\n\n2 and 2"}, ANSWER],
+    ),
+]
+
+
+@pytest.mark.parametrize(("data_format", "row", "expected"), GOOD)
+def test_a_good_row_becomes_these_messages(data_format: DatasetFormat, row: Row, expected: list[dict[str, Any]]):
+    assert detect_format({**row, "id": 7}) is data_format
+    conversation = to_conversation({**row, "id": 7}, 5, data_format)
+    assert conversation.row == 5
+    assert conversation.messages == expected
+
+
+BAD: list[tuple[DatasetFormat, Row, str, str]] = [
+    (DatasetFormat.instruct, {"chat_completion_input": "[{'role': 'user'}]", "expected_answer": "4"},
+     "/chat_completion_input", "not valid JSON"),
+    (DatasetFormat.instruct, {"chat_completion_input": [USER, USER], "expected_answer": "4"},
+     "/chat_completion_input", "exactly 1 message, found 2"),
+    (DatasetFormat.instruct, {"chat_completion_input": [{"role": "user"}], "expected_answer": "4"},
+     "/chat_completion_input/0/content", "must be a string, found null"),
+    (DatasetFormat.instruct, {"chat_completion_input": [ANSWER], "expected_answer": "4"},
+     "/chat_completion_input/0/role", "must be 'user', found 'assistant'"),
+    (DatasetFormat.instruct, {"chat_completion_input": [USER], "expected_answer": 4},
+     "/expected_answer", "must be a string, found a number"),
+    (DatasetFormat.instruct, {"chat_completion_input": [USER], "expected_answer": ""},
+     "/expected_answer", "nothing to learn"),
+    (DatasetFormat.dialog, {"dialog": "__import__('os').getcwd()"}, "/dialog", "not valid JSON"),
+    (DatasetFormat.dialog, {"dialog": json.dumps(USER)}, "/dialog", "must be a list of messages, found an object"),
+    (DatasetFormat.dialog, {"dialog": []}, "/dialog", "found an empty list"),
+    (DatasetFormat.dialog, {"dialog": [USER]}, "/dialog", "at least 2 messages, found 1"),
+    (DatasetFormat.dialog, {"dialog": [USER, USER]}, "/dialog", "at least one 'assistant'"),
+    (DatasetFormat.dialog, {"dialog": [ANSWER, USER]}, "/dialog/0/role", "must be 'user', found 'assistant'"),
+    (DatasetFormat.dialog, {"dialog": [USER, {"role": "bot", "content": "4"}]}, "/dialog/1/role", "found 'bot'"),
+    (DatasetFormat.dialog, {"dialog": [USER, ANSWER, {"role": "tool", "content": "4"}]}, "/dialog/2", "for tools"),
+    (DatasetFormat.dialog, {"dialog": [USER, {"role": "system", "content": "x"}, ANSWER]}, "/dialog/1", "system"),
+    (DatasetFormat.messages, messages(), "/messages", "found an empty list"),
+    (DatasetFormat.messages, {"messages": "hello"}, "/messages", "not valid JSON"),
+    (DatasetFormat.messages, {"messages": None}, "/messages", "found null"),
+    (DatasetFormat.messages, {"messages": [USER, "4"]}, "/messages/1", "must be a message object, found a string"),
+    (DatasetFormat.messages, messages(USER), "/messages", "at least one 'assistant'"),
+    (DatasetFormat.messages, messages(USER, ANSWER, {"role": "function", "content": "4"}),
+     "/messages/2/role", "found 'function'"),
+    (DatasetFormat.messages, messages({"content": "4"}, ANSWER), "/messages/0/role", "it is missing"),
+    (DatasetFormat.messages, messages({"role": ["user"], "content": "4"}, ANSWER), "/messages/0/role", "['user']"),
+    (DatasetFormat.messages, messages({"role": "user", "content": 4}, ANSWER), "/messages/0/content", "a number"),
+    (DatasetFormat.messages, messages({"role": "user", "content": [{"type": "image_url"}]}, ANSWER),
+     "/messages/0/content/0", "only text"),
+    (DatasetFormat.messages, messages({"role": "user", "content": [{"type": "text"}]}, ANSWER),
+     "/messages/0/content/0/text", "found null"),
+    (DatasetFormat.messages, messages(USER, {"role": "assistant", "content": ""}), "/messages/1/content", "is empty"),
+    (DatasetFormat.messages, messages(USER, {**ANSWER, "tool_calls": []} | {"content": ""}),
+     "/messages/1/content", "is empty"),
+    (DatasetFormat.messages, messages(USER, {**ANSWER, "weight": 2}), "/messages/1/weight", "0 or 1, found 2"),
+    (DatasetFormat.messages, messages(USER, {**ANSWER, "weight": True}), "/messages/1/weight", "found True"),
+    (DatasetFormat.messages, messages({**USER, "weight": 0}, ANSWER), "/messages/0/weight", "only assistant"),
+    (DatasetFormat.messages, messages({**USER, "tool_calls": [CALL]}, ANSWER), "/messages/0/tool_calls", "'user'"),
+    (DatasetFormat.messages, messages(USER, {**ANSWER, "tool_calls": CALL}), "/messages/1/tool_calls", "a list"),
+    (DatasetFormat.messages, messages(USER, {**ANSWER, "tool_calls": [{"name": "add"}]}),
+     "/messages/1/tool_calls/0/function", "must be an object, found null"),
+    (DatasetFormat.messages, messages(USER, {**ANSWER, "tool_calls": [called("[1]")]}),
+     "/messages/1/tool_calls/0/function/arguments", "found an array"),
+    (DatasetFormat.messages, messages(USER, {**ANSWER, "tool_calls": [called("{")]}),
+     "/messages/1/tool_calls/0/function/arguments", "not valid JSON"),
+    (DatasetFormat.messages, messages(USER, {**ANSWER, "function_call": {"name": "add"}}),
+     "/messages/1/function_call", "use tool_calls"),
+    (DatasetFormat.messages, messages(USER, ANSWER, tools=[{"name": "add"}]), "/tools/0", '"function"'),
+    (DatasetFormat.messages, messages(USER, ANSWER, tools={"add": TOOL}), "/tools", "must be a list"),
+    (DatasetFormat.messages, messages(USER, ANSWER, functions=[TOOL]), "/functions", "use the column 'tools'"),
+    (DatasetFormat.prompt_completion, {"prompt": "2 + 2?", "completion": None}, "/completion", "found null"),
+    (DatasetFormat.prompt_completion, {"prompt": [USER], "completion": "4"}, "/prompt", "found an array"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "input": 4, "output": "4"}, "/input", "found a number"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "output": ""}, "/output", "nothing to learn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("data_format", "row", "pointer", "reason"), BAD)
+def test_a_bad_row_is_named_by_number_and_pointer(data_format: DatasetFormat, row: Row, pointer: str, reason: str):
+    with pytest.raises(DataInvalid) as caught:
+        to_conversation(row, 900, data_format)
+    assert (caught.value.row, caught.value.pointer) == (900, pointer)
+    assert caught.value.message.startswith(f"row 900, {pointer}: ")
+    assert reason in caught.value.message
+
+
+def test_a_missing_column_names_itself_and_the_columns_seen():
+    with pytest.raises(DataInvalid) as caught:
+        to_conversation({"instruction": "a", "response": "b"}, 3, DatasetFormat.alpaca)
+    assert caught.value.pointer == "/output"
+    assert "'output'" in caught.value.message
+    assert "'instruction', 'response'" in caught.value.message
+
+
+def test_columns_that_fit_no_format_name_the_formats_there_are():
+    with pytest.raises(DataInvalid) as caught:
+        detect_format({"conversations": [], "id": 1})
+    assert "'conversations', 'id'" in caught.value.message
+    for data_format in DatasetFormat:
+        assert data_format.value in caught.value.message
+
+
+def test_tools_are_read_from_a_list_or_its_json_text():
+    for tools in ([TOOL], json.dumps([TOOL])):
+        assert to_conversation(messages(USER, ANSWER, tools=tools), 0, DatasetFormat.messages).tools == [TOOL]
+    for tools in (None, [], "", "[]"):
+        assert to_conversation(messages(USER, ANSWER, tools=tools), 0, DatasetFormat.messages).tools is None
+
+
+def check(rows: list[Row], data_format: DatasetFormat | None = None, **limits: int):
+    return check_rows(open_rows(RowsDataSource(rows=rows), SourcePolicy()), data_format, **limits)
+
+
+def test_every_row_of_a_small_data_set_is_checked():
+    rows: list[Row] = [{"prompt": "a", "completion": "b"} for _ in range(999)]
+    report = check(rows)
+    assert (report.format, report.rows, report.complete) == (DatasetFormat.prompt_completion, 999, True)
+    with pytest.raises(DataInvalid, match="row 999, /completion: must be a string, found null"):
+        check([*rows, {"prompt": "a", "completion": None}])
+
+
+def test_of_a_large_data_set_the_first_rows_are_checked():
+    rows: list[Row] = [{"prompt": "a" * 100, "completion": "b"} for _ in range(50)]
+    rows[49] = {"prompt": None, "completion": None}
+    by_bytes = check(rows, limit_bytes=1000)
+    assert by_bytes.rows < 50
+    assert not by_bytes.complete
+    by_rows = check(rows, limit_rows=49)
+    assert (by_rows.rows, by_rows.complete) == (49, False)
+    with pytest.raises(DataInvalid, match="row 0, /dialog"):
+        check(rows, DatasetFormat.dialog, limit_bytes=1000)

@@ -1,0 +1,308 @@
+"""Sources: what is read, exactly how, and what is refused."""
+
+from __future__ import annotations
+
+import base64
+import csv
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from apis.datasets.models import DataSource, RowsDataSource, URIDataSource
+from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge
+from post_training.data.records import encode_rows, parse_json_lines
+from post_training.data.sources import SourcePolicy, open_rows
+from post_training.worker.hf_sources import parse_hub_uri, read_hub_rows, read_rows
+
+ROWS = [{"prompt": "one", "completion": "eins"}, {"prompt": "two", "completion": "zwei"}]
+JSONL = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
+
+
+def read(uri: str, **policy: Any) -> list[dict[str, Any]]:
+    return list(open_rows(URIDataSource(uri=uri), SourcePolicy(**policy)))
+
+
+def read_file(folder: Path, name: str, content: bytes) -> list[dict[str, Any]]:
+    (folder / name).write_bytes(content)
+    return read(name, allowed_roots=[str(folder)])
+
+
+def refusal(uri: str, **policy: Any) -> PostgradError:
+    with pytest.raises(PostgradError) as caught:
+        read(uri, **policy)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [
+        ("a.jsonl", JSONL),
+        ("a.JSONL", JSONL.replace(b"\n", b"\r\n")),
+        ("a.jsonl", JSONL.rstrip(b"\n")),
+        ("a.jsonl", JSONL + b"\n  \n\r\n"),
+        ("a.jsonl", b"\xef\xbb\xbf" + JSONL),
+        ("a.json", json.dumps(ROWS, indent=1).encode()),
+        ("a.json", b"\xef\xbb\xbf \n" + json.dumps(ROWS).encode()),
+        ("a.json", JSONL),
+        ("a.csv", b"prompt,completion\none,eins\ntwo,zwei\n"),
+        ("a.csv", b'\xef\xbb\xbf"prompt",completion\r\none,"eins"\r\ntwo,zwei'),
+    ],
+)
+def test_every_file_kind_gives_the_same_rows(tmp_path: Path, name: str, content: bytes):
+    assert read_file(tmp_path, name, content) == ROWS
+
+
+def test_unicode_line_separators_inside_strings_are_data(tmp_path: Path):
+    text = "a\u2028b\u2029c\u0085d\x0be\x0cf"
+    content = json.dumps({"prompt": text}, ensure_ascii=False).encode() + b"\n"
+    assert read_file(tmp_path, "a.jsonl", content) == [{"prompt": text}]
+    assert read_file(tmp_path, "a.csv", f"prompt\n{text}\n".encode()) == [{"prompt": text}]
+
+
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.lists(st.dictionaries(st.text(), json_values, max_size=4), max_size=4))
+def test_rows_survive_being_stored_as_json_lines(rows: list[dict[str, Any]]):
+    stored = encode_rows(rows)
+    assert list(parse_json_lines(io.BytesIO(stored))) == rows
+    assert [json.loads(line) for line in stored.split(b"\n")[:-1]] == rows
+
+
+@given(
+    st.lists(
+        st.fixed_dictionaries({"a": st.text(st.characters(exclude_categories=["Cs", "Cc"])), "b": st.text("x,\"'\n")}),
+        min_size=1,
+        max_size=4,
+    )
+)
+def test_csv_written_by_the_standard_writer_reads_back(rows: list[dict[str, str]]):
+    written = io.StringIO(newline="")
+    writer = csv.DictWriter(written, ["a", "b"], quoting=csv.QUOTE_ALL)
+    writer.writeheader()
+    writer.writerows(rows)
+    uri = "data:text/csv;base64," + base64.b64encode(written.getvalue().encode()).decode()
+    assert read(uri) == rows
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "row", "reason"),
+    [
+        ("a.jsonl", JSONL + b'{"prompt": }\n', 2, "is not valid JSON: Expecting value at column 12"),
+        ("a.jsonl", JSONL + b"\n" + JSONL, 2, "blank"),
+        ("a.jsonl", JSONL + b"[1]\n", 2, "must be a JSON object, found an array"),
+        ("a.jsonl", b'{"a": "\xff"}\n', 0, "is not UTF-8 (byte 7 of the line)"),
+        ("a.jsonl", b'{"a": NaN}\n', 0, "NaN is not JSON"),
+        ("a.jsonl", b'{"a": "\\ud800"}\n', 0, "unpaired surrogate"),
+        ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", 0, "nested too deeply"),
+        ("a.json", b'[{"a": 1}, 7]', 1, "must be a JSON object, found a number"),
+        ("a.json", b'[{"a": 1},\n{"a": }]', None, "is not valid JSON: Expecting value at line 2, column 7"),
+        ("a.csv", b"a,b\n1,2\n1,2,3\n", 1, "has 3 fields, the header has 2"),
+        ("a.csv", b'a,b\n1,2\n"1,2\n', 1, "is not valid CSV"),
+        ("a.csv", b"a,a\n1,2\n", None, "names 'a' twice"),
+        ("a.csv", b"a,\n1,2\n", None, "a column without a name"),
+        ("a.csv", b"a\n1\n\xff\n", None, "is not UTF-8"),
+        ("a.jsonl", b"", None, "no rows"),
+        ("a.jsonl", b"\n\n", None, "no rows"),
+        ("a.json", b"[]", None, "no rows"),
+        ("a.csv", b"a,b\n", None, "no rows"),
+    ],
+)
+def test_a_bad_file_is_refused_with_row_and_reason(
+    tmp_path: Path, name: str, content: bytes, row: int | None, reason: str
+):
+    with pytest.raises(DataInvalid) as caught:
+        read_file(tmp_path, name, content)
+    assert reason in caught.value.message
+    if row is not None:
+        assert caught.value.row == row
+
+
+@pytest.mark.parametrize("media_type", ["application/jsonl", "application/x-ndjson", "None", "", "text/plain"])
+def test_a_base64_data_uri_of_json_lines_reads_as_rows(media_type: str):
+    assert read(f"data:{media_type};base64,{base64.b64encode(JSONL).decode()}") == ROWS
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "data:text/csv,prompt,completion%0Aone,eins%0Atwo,zwei",
+        "DATA:text/csv;charset=utf-8;base64," + base64.b64encode(b"prompt,completion\none,eins\ntwo,zwei").decode(),
+        "data:application/json,%5B%7B%22prompt%22:%22one%22,%22completion%22:%22eins%22%7D,"
+        "%7B%22prompt%22:%22two%22,%22completion%22:%22zwei%22%7D%5D",
+        "data:None;base64," + base64.b64encode(json.dumps(ROWS).encode()).decode(),
+        "data:None;base64," + base64.b64encode(b"prompt,completion\none,eins\ntwo,zwei").decode(),
+    ],
+)
+def test_other_data_uris_read_as_rows(uri: str):
+    assert read(uri) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("uri", "reason"),
+    [
+        ("data:text/csv;base64", "no comma"),
+        ("data:text/csv;base64,%%%", "not valid base64"),
+        ("data:application/vnd.ms-excel;base64,AAAA", "'application/vnd.ms-excel' is not read"),
+        ("http://127.0.0.1/a.jsonl", "not read over 'http'"),
+        ("https://example.com/a.jsonl", "not read over 'https'"),
+        ("s3://bucket/a.jsonl", "not read over 's3'"),
+        ("lsfs://a.jsonl", "not read over 'lsfs'"),
+        ("huggingface://datasets/org/name", "allow_hub: true"),
+        ("file://host/a.jsonl", "names no host"),
+        ("a.parquet", "data files end in .csv, .json, .jsonl"),
+        ("a", "data files end in .csv, .json, .jsonl"),
+        ("a\0.jsonl", "NUL"),
+    ],
+)
+def test_a_source_that_is_not_read_is_refused_by_name(tmp_path: Path, uri: str, reason: str):
+    error = refusal(uri, allowed_roots=[str(tmp_path)])
+    assert isinstance(error, InvalidField)
+    assert error.param == "source.uri"
+    assert reason in error.message
+
+
+def test_files_are_found_by_relative_path_absolute_path_and_file_uri(tmp_path: Path):
+    second = tmp_path / "second root"
+    second.mkdir()
+    path = second / "a b.jsonl"
+    path.write_bytes(JSONL)
+    roots = [str(tmp_path / "absent"), str(second)]
+    for uri in ("a b.jsonl", str(path), f"file://{path}", f"file://localhost{second}/a%20b.jsonl"):
+        assert read(uri, allowed_roots=roots) == ROWS
+
+
+def test_nothing_outside_the_allowed_roots_is_read(tmp_path: Path):
+    root, outside = tmp_path / "root", tmp_path / "root2"
+    root.mkdir()
+    outside.mkdir()
+    (outside / "secret.jsonl").write_bytes(JSONL)
+    (root / "link.jsonl").symlink_to(outside / "secret.jsonl")
+    (root / "folder").symlink_to(outside)
+    for uri in (
+        str(outside / "secret.jsonl"),
+        "../root2/secret.jsonl",
+        f"file://{root}/../root2/secret.jsonl",
+        f"file://{root}/%2e%2e/root2/secret.jsonl",
+        "link.jsonl",
+        "folder/secret.jsonl",
+        "../root2/absent.jsonl",
+    ):
+        error = refusal(uri, allowed_roots=[str(root)])
+        assert isinstance(error, InvalidField), uri
+        assert "allowed_roots" in error.message
+    assert isinstance(refusal(str(outside / "secret.jsonl"), allowed_roots=[]), InvalidField)
+
+
+def test_a_file_that_cannot_be_read_is_an_error_without_server_paths(tmp_path: Path):
+    os.mkfifo(tmp_path / "pipe.jsonl")
+    (tmp_path / "folder.jsonl").mkdir()
+    (tmp_path / "loop.jsonl").symlink_to(tmp_path / "loop.jsonl")
+    for name in ("absent.jsonl", "pipe.jsonl", "folder.jsonl", "loop.jsonl", "n" * 300 + ".jsonl"):
+        error = refusal(name, allowed_roots=[str(tmp_path)])
+        assert isinstance(error, DataInvalid), name
+        assert str(tmp_path) not in error.message
+
+
+def test_inline_data_over_the_limit_is_refused_as_too_large():
+    sources: list[DataSource] = [
+        RowsDataSource(rows=[{"a": "x" * 100}]),
+        URIDataSource(uri="data:text/plain;base64," + base64.b64encode(b"x" * 101).decode()),
+        URIDataSource(uri="data:text/plain," + "x" * 101),
+    ]
+    for source in sources:
+        with pytest.raises(TooLarge, match="over the limit of 100"):
+            open_rows(source, SourcePolicy(max_inline_bytes=100))
+
+
+def test_inline_rows_are_counted_and_measured():
+    reader = open_rows(RowsDataSource(rows=[{"a": 1}, {"a": 2}]), SourcePolicy())
+    assert list(reader) == list(reader) == [{"a": 1}, {"a": 2}]
+    assert reader.count() == 2
+    assert reader.size_bytes == len(b'{"a":1}\n{"a":2}\n')
+    with pytest.raises(DataInvalid, match="no rows"):
+        list(open_rows(RowsDataSource(rows=[]), SourcePolicy()))
+
+
+def test_a_large_file_is_streamed_not_loaded(tmp_path: Path):
+    (tmp_path / "a.jsonl").write_bytes(JSONL + b"this is no JSON\n")
+    rows = iter(open_rows(URIDataSource(uri="a.jsonl"), SourcePolicy(allowed_roots=[str(tmp_path)])))
+    assert [next(rows), next(rows)] == ROWS
+    with pytest.raises(DataInvalid, match="row 2"):
+        next(rows)
+
+
+def test_a_snapshot_of_a_growing_rows_file_keeps_its_rows(tmp_path: Path):
+    path = tmp_path / "rows.jsonl"
+    path.write_bytes(JSONL)
+    policy = SourcePolicy(rows_file=str(path), rows_bytes=len(JSONL))
+    path.write_bytes(JSONL + b'{"half": ')
+    reader = open_rows(RowsDataSource(rows=[]), SourcePolicy.model_validate_json(policy.model_dump_json()))
+    assert list(reader) == ROWS
+    path.unlink()
+    with pytest.raises(DataInvalid, match="unregistered"):
+        open_rows(RowsDataSource(rows=[]), policy)
+
+
+def test_the_hub_is_read_by_a_process_whose_refusal_arrives_as_ours(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    error = refusal("huggingface://datasets/org/name?data_files=/etc/passwd", allow_hub=True)
+    assert isinstance(error, InvalidField)
+    assert "'data_files' is not an option" in error.message
+
+
+def test_a_local_folder_reads_through_the_datasets_library(tmp_path: Path):
+    (tmp_path / "train.jsonl").write_bytes(JSONL)
+    (tmp_path / "test.jsonl").write_bytes(JSONL[: len(JSONL) // 2])
+    assert list(read_rows(str(tmp_path))) == ROWS
+    assert list(read_rows(str(tmp_path), split="test")) == ROWS[:1]
+    with pytest.raises(DataInvalid, match="cannot be read from the hub"):
+        list(read_rows(str(tmp_path), split="absent"))
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "huggingface://datasets/..%2F..%2Fetc",
+        "huggingface://models/org/name",
+        "huggingface://datasets/a/b/c",
+        "huggingface://datasets/",
+    ],
+)
+def test_a_hub_uri_cannot_name_a_local_folder(uri: str):
+    with pytest.raises(InvalidField, match="is not of the form"):
+        parse_hub_uri(uri)
+
+
+def test_a_hub_uri_is_a_repository_and_options():
+    uri = "huggingface://datasets/org/name?split=train[:10]&name=en&revision=v1"
+    assert parse_hub_uri(uri) == ("org/name", {"split": "train[:10]", "name": "en", "revision": "v1"})
+    # A second slash cannot make the name an absolute path.
+    assert parse_hub_uri("huggingface://datasets//etc") == ("etc", {})
+
+
+def test_a_hub_name_that_is_also_a_local_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "org" / "name").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(InvalidField, match="also a local folder"):
+        read_hub_rows("huggingface://datasets/org/name?split=train")
+
+
+def test_the_data_floor_imports_without_torch_transformers_or_datasets():
+    code = (
+        "import sys, post_training.data.preflight, post_training.catalog.datasets\n"
+        "print(sorted({'torch', 'transformers', 'datasets', 'torchtune', 'peft'} & set(sys.modules)))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
