@@ -40,7 +40,7 @@ from post_training.catalog.naming import folder_name
 from post_training.checkpoints.layout import clean_partial
 from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
-from post_training.jobs.database import Database
+from post_training.jobs.database import Database, now
 from post_training.jobs.launchers.local import LocalLauncher
 from post_training.jobs.scheduler import Scheduler
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
@@ -159,6 +159,7 @@ class JobService:
         seed = request.training_config.seed
         return JobSpec(
             job_uuid=request.job_uuid,
+            created_at=now(),
             provider_id=self._profile.provider_id,
             model=ModelRef(
                 identifier=model.identifier,

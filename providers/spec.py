@@ -55,7 +55,7 @@ class ProviderDeps:
         home: the state folder; everything a provider writes lies under it.
         database: the one store.
         models, datasets: the stack's catalogs.
-        apis: implementations of the APIs named as dependencies. datasetio holds a list, since several may be configured.
+        apis: implementations of the APIs named as dependencies; a list for datasetio, of which there may be several.
     """
 
     provider_id: str

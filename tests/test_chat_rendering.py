@@ -10,7 +10,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-from chat_families import FAMILIES, Family, build
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
 from transformers import AutoTokenizer
@@ -19,6 +18,7 @@ from apis.errors import DataInvalid, InvalidField, ModelInvalid
 from post_training.data.chat import ChatTokenizer, truncate
 from post_training.data.preflight import tokenize_dataset
 from post_training.data.types import Conversation, Message, TokenizedRow
+from tests.chat_families import FAMILIES, Family, build
 
 BY_NAME = {family.name: family for family in FAMILIES}
 SYSTEM = {"role": "system", "content": "Answer in one word, <b>please</b> & thanks."}

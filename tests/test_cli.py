@@ -18,13 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from in_memory_stack import BASE_MODEL, DIVERGING_MODEL, STEPS, InMemoryStack, fault, running
 from typer.testing import CliRunner
 
 from apis.post_training import JobStatus
 from distributions.cli import post_training as post_training_commands
 from distributions.cli import progress
 from distributions.cli.main import app
+from tests.in_memory_stack import BASE_MODEL, DIVERGING_MODEL, STEPS, InMemoryStack, fault, running
 
 ROWS = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"ho {n}"}]} for n in range(3)

@@ -17,13 +17,13 @@ from typing import Any
 
 import httpx
 import pytest
-from in_memory_stack import BASE_MODEL, DIVERGING_MODEL, STEPS, InMemoryStack, fault, running
 
 from apis import errors
 from apis.post_training import LoraFinetuningConfig, SupervisedFineTuneRequest, TrainingConfig
 from post_training.client import AsyncStackClient, StackClient
 from post_training.client import core as client_core
 from post_training.client.errors import ERRORS_BY_CODE, error_from_response
+from tests.in_memory_stack import BASE_MODEL, DIVERGING_MODEL, STEPS, InMemoryStack, fault, running
 
 ROWS = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"ho {n}"}]} for n in range(3)

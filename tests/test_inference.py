@@ -17,7 +17,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
-from tiny_llama import CONTEXT, save_random_adapter, save_tiny_llama
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
@@ -26,6 +25,7 @@ from providers.inference.config import TransformersInferenceConfig
 from providers.inference.engine import Engine
 from providers.inference.generation import Detokenizer, Sampler, StopStrings, generate_tokens, stream_text
 from providers.inference.wire import Done, GenerateRequest, ModelFiles, Sampling, WireError
+from tests.tiny_llama import CONTEXT, save_random_adapter, save_tiny_llama
 
 # PEFT reads a name that transformers has renamed.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

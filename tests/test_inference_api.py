@@ -26,7 +26,6 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
-from tiny_llama import CONTEXT, save_random_adapter, save_tiny_llama
 
 from apis.errors import PostgradError
 from apis.inference import ChatCompletionRequest, CompletionRequest, Inference
@@ -37,6 +36,7 @@ from post_training.jobs.database import Database
 from providers.inference.config import TransformersInferenceConfig
 from providers.inference.provider import TransformersInference, get_provider_impl
 from providers.spec import ProviderDeps
+from tests.tiny_llama import CONTEXT, save_random_adapter, save_tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")
 

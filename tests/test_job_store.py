@@ -23,6 +23,7 @@ PROVIDER = "torchtune"
 def make_spec(job_uuid: str, provider_id: str = PROVIDER) -> JobSpec:
     return JobSpec(
         job_uuid=job_uuid,
+        created_at=datetime(2026, 1, 1, tzinfo=UTC),
         provider_id=provider_id,
         model=ModelRef(identifier="base", base_identifier="base", base_dir="models/base"),
         training_config=TrainingConfig(),

@@ -12,7 +12,8 @@ from typing import Any
 
 import httpx
 import pytest
-from model_fixture import QUICKSTART, load_example
+
+from tests.model_fixture import QUICKSTART, load_example
 
 INTENTS = {"refund", "replace", "track", "cancel", "help"}
 KEYS = ["intent", "product", "order", "urgent"]

@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from model_fixture import load_example
 from tokenizers import Tokenizer
+
+from tests.model_fixture import load_example
 
 pytestmark = pytest.mark.model
 

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -18,32 +17,9 @@ import pytest
 from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
 from providers.registry import BUILT_IN
+from tests.served_stack import TEMPLATE, served
 
-TEMPLATE = "experimental-post-training"
 SUBMIT = "/v1/post-training/supervised-fine-tune"
-PROGRAM = "import sys; from distributions.cli.stack import app; app(sys.argv[1:], prog_name='stack')"
-
-
-@contextmanager
-def served(home: Path, *options: str, **environ: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run the template on a free port from a folder that is not the checkout; gives its URL and process."""
-    command = [sys.executable, "-c", PROGRAM, "run", TEMPLATE, "--port", "0", *options]
-    env = {**os.environ, "POSTGRAD_HOME": str(home), "OMP_NUM_THREADS": "1", **environ}
-    process = subprocess.Popen(command, cwd=home.parent, env=env, stdout=subprocess.PIPE, stderr=None, text=True)
-    assert process.stdout is not None
-    try:
-        line = process.stdout.readline()
-        assert line.startswith(f"Postgrad serves {TEMPLATE} at http://127.0.0.1:"), line
-        yield line.split()[-1], process
-    finally:
-        if process.poll() is None:
-            process.send_signal(signal.SIGTERM)
-            try:
-                process.wait(20)
-            except subprocess.TimeoutExpired:
-                process.kill()
-        process.wait()
-        process.stdout.close()
 
 
 @pytest.fixture(scope="module")

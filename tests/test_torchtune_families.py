@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 import transformers
 from safetensors.torch import load_file, save_file
-from torchtune_models import CONTEXT, MODELS, UNTIED, make_model
 
 from apis.errors import InvalidField, ModelInvalid, UnsupportedModel
 from apis.post_training.models import LoraFinetuningConfig
 from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter
 from providers.torchtune.architecture import RopeScaling
 from providers.torchtune.families import check_lora, check_max_seq_len, describe
+from tests.torchtune_models import CONTEXT, MODELS, UNTIED, make_model
 
 ELSEWHERE = "use a provider that computes it, such as inline::huggingface"
 

@@ -13,11 +13,11 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
-from torchtune_models import CONTEXT, MODELS, UNTIED, make_model, random_tokens, relative_error
 
 from apis.errors import InvalidField, ModelInvalid, UnsupportedModel
 from post_training.training.model import LoraSettings, ModelConfig, Segments, TrainableModel
 from providers.torchtune.model import TorchtuneModel, load_model
+from tests.torchtune_models import CONTEXT, MODELS, UNTIED, make_model, random_tokens, relative_error
 
 # PEFT 0.21 asks transformers 5.24 under the older of two names; it is not ours to change.
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")

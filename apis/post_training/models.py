@@ -172,12 +172,10 @@ class SupervisedFineTuneRequest(_JobRequest):
         default=None, description="A model or an earlier checkpoint; null: provider's default"
     )
     checkpoint_dir: str | None = None
-    algorithm_config: AlgorithmConfig = LoraFinetuningConfig()
-
-    @field_validator("algorithm_config", mode="before")
-    @classmethod
-    def _default_algorithm(cls, value: object) -> object:
-        return LoraFinetuningConfig() if value is None else value
+    algorithm_config: AlgorithmConfig | None = Field(
+        default=None,
+        description="null: LoRA with its defaults, or with those of the adapter that training goes on from",
+    )
 
 
 class PreferenceOptimizeRequest(_JobRequest):

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 LEASE_SECONDS = 15.0
 POLL_SECONDS = 0.2
 CANCEL_GRACE_SECONDS = 5.0
-STOP_GRACE_SECONDS = 10.0
+STOP_GRACE_SECONDS = 8.0
 
 
 @dataclass

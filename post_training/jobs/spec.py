@@ -5,6 +5,7 @@ Nothing in it names a class or a provider's internals: the model module is found
 
 from __future__ import annotations
 
+from datetime import datetime
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
@@ -61,9 +62,16 @@ class WorkerSettings(BaseModel):
 
 
 class JobSpec(BaseModel):
+    """One job, whole.
+
+    Attributes:
+        created_at: when it was accepted; what a chat template that prints the date is told, on every attempt.
+    """
+
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
 
     job_uuid: str
+    created_at: datetime
     provider_id: str
     model: ModelRef
     training_config: TrainingConfig

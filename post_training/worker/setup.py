@@ -87,7 +87,7 @@ def tokenize(spec: JobSpec, reference: DatasetRef) -> TokenizedDataset:
     source = _SOURCE.validate_python(reference.source)
     return tokenize_dataset(
         open_rows(source, SourcePolicy.model_validate(reference.policy)),
-        ChatTokenizer.from_dir(Path(spec.model.base_dir)),
+        ChatTokenizer.from_dir(Path(spec.model.base_dir), now=spec.created_at),
         data_format=data.data_format,
         train_on_input=bool(data.train_on_input),
         max_seq_len=max_seq_len(spec),

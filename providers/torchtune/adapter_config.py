@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from apis.errors import InvalidField, ModelInvalid
 from apis.post_training.models import LoraFinetuningConfig
 from providers.torchtune.architecture import Architecture
@@ -101,6 +103,33 @@ def adapter_config(architecture: Architecture, shape: AdapterShape) -> dict[str,
         "layers_to_transform": None,
         "layers_pattern": None,
     }
+
+
+def settings_of_adapter(adapter_dir: Path, architecture: Architecture) -> LoraFinetuningConfig:
+    """The request under which an adapter made here would be continued; whether it can be is `check_adapter`'s to say.
+
+    Raises:
+        ModelInvalid: a file of the adapter is missing or damaged.
+        InvalidField: its rank, alpha or layers are none that a request could name.
+    """
+    stored = _read(adapter_dir)
+    ours = {theirs: name for name, theirs in PEFT_NAMES.items()}
+    fused = FUSED if architecture.fused else {}
+    found = _names(stored.get("target_modules")) or []
+    names = [part for name in found for part in fused.get(name, (ours.get(name, name),))]
+    try:
+        return LoraFinetuningConfig.model_validate(
+            {
+                "lora_attn_modules": [name for name in names if name.endswith("_proj")],
+                "apply_lora_to_mlp": "w1" in names,
+                "apply_lora_to_output": "output" in names,
+                "rank": stored.get("r"),
+                "alpha": stored.get("lora_alpha"),
+            }
+        )
+    except ValidationError as error:
+        field = ".".join(str(part) for part in error.errors()[0]["loc"])
+        raise InvalidField(f"the adapter's {field} is none that can be continued here", param="model") from error
 
 
 def check_adapter(adapter_dir: Path, architecture: Architecture, shape: AdapterShape) -> None:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from apis.errors import InvalidField, UnsupportedModel
+from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig, SupervisedFineTuneRequest, TrainingConfig
 from post_training.catalog.models import ResolvedModel
 from post_training.jobs.spec import WorkerSettings
 from post_training.service import JobService, ProviderProfile
 from providers.spec import ProviderDeps
+from providers.torchtune.adapter_config import AdapterShape, check_adapter, settings_of_adapter
+from providers.torchtune.architecture import Architecture
 from providers.torchtune.config import TorchtunePostTrainingConfig
 from providers.torchtune.families import check_lora, describe
 
@@ -51,13 +53,6 @@ def check_request(request: SupervisedFineTuneRequest, model: ResolvedModel) -> L
     Raises:
         InvalidField, UnsupportedModel, ModelInvalid.
     """
-    algorithm = request.algorithm_config
-    if not isinstance(algorithm, LoraFinetuningConfig):
-        raise InvalidField(
-            "inline::torchtune trains LoRA adapters; QAT is not offered, use {'type': 'LoRA', ...}",
-            param="algorithm_config.type",
-        )
-    _refuse_unavailable(algorithm, request.training_config)
     data = request.training_config.data_config
     max_seq_len = data.max_seq_len if data else None
     architecture = describe(model.base_dir, max_seq_len or DEFAULT_MAX_SEQ_LEN)
@@ -66,9 +61,26 @@ def check_request(request: SupervisedFineTuneRequest, model: ResolvedModel) -> L
             f"max_seq_len {max_seq_len} is beyond the context of {model.identifier!r}, {architecture.context_length}",
             param="training_config.data_config.max_seq_len",
         )
-    if model.merged_dir is not None and model.adapter_dir is None:
-        raise UnsupportedModel(f"{model.identifier!r} has no adapter to go on from", param="model")
+    algorithm = _algorithm(request, model, architecture)
+    _refuse_unavailable(algorithm, request.training_config)
     check_lora(architecture, algorithm)
+    if model.adapter_dir is not None:
+        check_adapter(model.adapter_dir, architecture, AdapterShape.of_request(algorithm))
+    return algorithm
+
+
+def _algorithm(
+    request: SupervisedFineTuneRequest, model: ResolvedModel, architecture: Architecture
+) -> LoraFinetuningConfig:
+    algorithm = request.algorithm_config
+    if algorithm is None:
+        adapter = model.adapter_dir
+        return LoraFinetuningConfig() if adapter is None else settings_of_adapter(adapter, architecture)
+    if not isinstance(algorithm, LoraFinetuningConfig):
+        raise InvalidField(
+            "inline::torchtune trains LoRA adapters; QAT is not offered, use {'type': 'LoRA', ...}",
+            param="algorithm_config.type",
+        )
     return algorithm
 
 

@@ -1,0 +1,36 @@
+"""A stack as a process of its own, as users run it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+TEMPLATE = "experimental-post-training"
+PROGRAM = "import sys; from distributions.cli.stack import app; app(sys.argv[1:], prog_name='stack')"
+
+
+@contextmanager
+def served(home: Path, *options: str, **environ: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run the template on a free port from a folder that is not the checkout; gives its URL and process."""
+    command = [sys.executable, "-c", PROGRAM, "run", TEMPLATE, "--port", "0", *options]
+    env = {**os.environ, "POSTGRAD_HOME": str(home), "OMP_NUM_THREADS": "1", **environ}
+    process = subprocess.Popen(command, cwd=home.parent, env=env, stdout=subprocess.PIPE, stderr=None, text=True)
+    assert process.stdout is not None
+    try:
+        line = process.stdout.readline()
+        assert line.startswith(f"Postgrad serves {TEMPLATE} at http://127.0.0.1:"), line
+        yield line.split()[-1], process
+    finally:
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+            try:
+                process.wait(20)
+            except subprocess.TimeoutExpired:
+                process.kill()
+        process.wait()
+        process.stdout.close()

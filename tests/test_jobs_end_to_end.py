@@ -1,0 +1,300 @@
+"""Whole jobs on a served stack with a tiny random model: every verb, every way a job can end."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from apis.post_training.models import JobStatus, PostTrainingJobStatusResponse
+from post_training.catalog.importing import import_model
+from post_training.client import StackClient
+from post_training.jobs.database import Database
+from post_training.jobs.store import JobStore
+from tests.served_stack import served
+from tests.tiny_llama import save_tiny_llama
+
+MODEL = "tiny"
+WORDS = ["red", "brown", "quick", "lazy", "old", "slow", "town", "sea", "tree", "books"]
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_tiny_llama(tmp_path_factory.mktemp("model") / "tiny", context=256)
+
+
+def make_home(folder: Path, tiny: Path) -> Path:
+    home = folder / "home"
+    import_model(str(tiny), MODEL, home)
+    return home
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory, tiny: Path) -> Path:
+    return make_home(tmp_path_factory.mktemp("stack"), tiny)
+
+
+@pytest.fixture(scope="module")
+def client(home: Path) -> Iterator[StackClient]:
+    with served(home) as (url, _), StackClient(url) as made:
+        yield made
+
+
+def rows(count: int) -> list[dict[str, Any]]:
+    return [
+        {"prompt": f"Say {WORDS[n % 10]} {n}", "completion": f"The {WORDS[(n + 3) % 10]} hen."} for n in range(count)
+    ]
+
+
+def request(job_uuid: str, dataset: str, **training: Any) -> dict[str, Any]:
+    training = {"n_epochs": 2, "dtype": "fp32", **training}
+    data = {"dataset_id": dataset, "batch_size": 4, **training.pop("data_config", {})}
+    return {"job_uuid": job_uuid, "model": MODEL, "training_config": {**training, "data_config": data}}
+
+
+def submit(client: StackClient, job_uuid: str, count: int, **training: Any) -> None:
+    client.datasets.register({"type": "rows", "rows": rows(count)}, dataset_id=f"{job_uuid}-data")
+    client.post_training.supervised_fine_tune(**request(job_uuid, f"{job_uuid}-data", **training))
+
+
+def until(client: StackClient, job_uuid: str, reached: Any, seconds: float = 120) -> PostTrainingJobStatusResponse:
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        status = client.post_training.status(job_uuid)
+        if reached(status):
+            return status
+        assert not status.status.terminal, status
+        time.sleep(0.05)
+    raise AssertionError(f"{job_uuid} is {client.post_training.status(job_uuid)}")
+
+
+def training_started(status: PostTrainingJobStatusResponse) -> bool:
+    return status.progress is not None and status.progress.step > 2
+
+
+def adapter_of(home: Path, path: str) -> dict[str, torch.Tensor]:
+    return load_file(home / path / "adapter" / "adapter_model.safetensors")
+
+
+@pytest.fixture(scope="module")
+def trained(client: StackClient) -> PostTrainingJobStatusResponse:
+    client.datasets.register({"type": "rows", "rows": rows(5)}, dataset_id="held-out")
+    submit(client, "first", 24, data_config={"validation_dataset_id": "held-out"})
+    return client.post_training.wait("first", poll_seconds=0.2, timeout=240)
+
+
+def test_a_job_completes_with_a_checkpoint_and_metrics_for_each_epoch(trained: PostTrainingJobStatusResponse):
+    assert trained.status is JobStatus.completed, trained.error
+    assert [c.identifier for c in trained.checkpoints] == ["tiny-sft-first-0", "tiny-sft-first-1"]
+    assert [(c.epoch, c.step) for c in trained.checkpoints] == [(0, 6), (1, 12)]
+    metrics = [c.training_metrics for c in trained.checkpoints]
+    assert all(m and m.validation_loss and m.perplexity for m in metrics)
+    losses = [m.train_loss for m in metrics if m]
+    assert losses[1] < losses[0]
+    progress = trained.progress
+    assert progress is not None
+    assert (progress.step, progress.total_steps, progress.skipped_steps) == (12, 12, 0)
+    assert trained.report is not None
+    assert trained.report["dataset"]["rows"] == 24
+    assert progress.supervised_tokens_seen == 2 * trained.report["dataset"]["supervised_tokens"]
+    assert trained.resources_allocated is not None
+    assert trained.resources_allocated["device"] == "cpu"
+    times = [trained.scheduled_at, trained.started_at, trained.completed_at]
+    assert times == sorted(time for time in times if time)
+
+
+def test_the_adapter_loads_in_plain_peft_and_changes_the_model(
+    home: Path, tiny: Path, trained: PostTrainingJobStatusResponse
+):
+    folder = home / trained.checkpoints[-1].path / "adapter"
+    ids = torch.arange(40)[None]
+    base = AutoModelForCausalLM.from_pretrained(tiny, dtype=torch.float32)
+    with torch.no_grad():
+        before = base(ids).logits
+        after = PeftModel.from_pretrained(base, folder)(ids).logits
+    assert float((after - before).norm() / before.norm()) > 1e-3
+    assert not list(folder.parent.rglob("*.pt")) + list(folder.parent.rglob("*.bin"))
+
+
+def test_a_checkpoint_is_served_under_its_id_and_under_upstreams(
+    client: StackClient, trained: PostTrainingJobStatusResponse
+):
+    ask = {"messages": [{"role": "user", "content": "Say red 0"}], "temperature": 0, "max_tokens": 12}
+    answers = {
+        model: client.inference.chat_completion(model=model, **ask).choices[0].message.content
+        for model in (MODEL, "tiny-sft-first-1", "tiny-sft-1")
+    }
+    assert answers["tiny-sft-first-1"] == answers["tiny-sft-1"]
+    assert answers["tiny-sft-first-1"] != answers[MODEL]
+    assert {m.identifier for m in client.models.list()} >= {MODEL, "tiny-sft-first-0", "tiny-sft-first-1"}
+
+
+def test_logs_tell_the_run_without_a_path_of_the_server(
+    client: StackClient, home: Path, trained: PostTrainingJobStatusResponse
+):
+    lines = client.post_training.logs("first").log_lines
+    text = "\n".join(lines)
+    for expected in (
+        "scheduled: submitted",
+        "step 1/12 loss",
+        "validation after epoch 1",
+        "completed: all epochs done",
+    ):
+        assert expected in text
+    assert str(home) not in text
+    whole = client.post_training.logs("first")
+    assert client.post_training.logs("first", after=whole.next).log_lines == []
+
+
+def test_training_goes_on_from_a_checkpoint_exactly(
+    client: StackClient, home: Path, trained: PostTrainingJobStatusResponse
+):
+    body = request("again", "first-data", n_epochs=1, optimizer_config={"lr": 1e-30}, dtype="bf16")
+    client.post_training.supervised_fine_tune(**{**body, "model": "tiny-sft-first-1"})
+    status = client.post_training.wait("again", poll_seconds=0.2, timeout=120)
+    assert status.status is JobStatus.completed, status.error
+    assert status.checkpoints[0].identifier == "tiny-sft-first-1-sft-again-0"
+    before = adapter_of(home, trained.checkpoints[-1].path)
+    after = adapter_of(home, status.checkpoints[0].path)
+    # A rate of 1e-30 moves nothing, so what was read is what is written, unrounded by the bf16 model between.
+    assert all(torch.equal(before[name], after[name]) for name in before)
+
+
+def test_the_same_submit_again_is_the_same_job_and_another_body_is_refused(
+    client: StackClient, trained: PostTrainingJobStatusResponse
+):
+    body = request("first", "first-data", data_config={"validation_dataset_id": "held-out"})
+    assert client.post_training.supervised_fine_tune(**body).job_uuid == "first"
+    other = httpx.post(
+        f"{client.base_url}/v1alpha/post-training/supervised-fine-tune", json=request("first", "held-out")
+    )
+    assert other.status_code == 400
+    assert other.json()["error"]["code"] == "conflict"
+    assert other.headers["x-should-retry"] == "false"
+    assert [job.job_uuid for job in client.post_training.jobs()].count("first") == 1
+
+
+def test_a_running_job_is_cancelled_a_waiting_one_runs_next_and_submits_stay_fast(client: StackClient, home: Path):
+    submit(client, "long", 3000, n_epochs=50)
+    until(client, "long", training_started)
+    durations = []
+    for number in range(10):
+        start = time.monotonic()
+        client.post_training.supervised_fine_tune(**request(f"waits-{number}", "long-data", max_steps_per_epoch=1))
+        durations.append(time.monotonic() - start)
+    assert sorted(durations)[-1] < 0.3
+    waiting = client.post_training.status("waits-1")
+    assert (waiting.status, waiting.queue_position) == (JobStatus.scheduled, 1)
+    assert waiting.waiting_reason
+    for number in range(1, 10):
+        client.post_training.cancel(f"waits-{number}")
+        assert client.post_training.status(f"waits-{number}").status is JobStatus.cancelled
+
+    start = time.monotonic()
+    client.post_training.cancel("long")
+    cancelled = client.post_training.wait("long", poll_seconds=0.1, timeout=30)
+    assert time.monotonic() - start < 6
+    assert (cancelled.status, cancelled.error) == (JobStatus.cancelled, None)
+    client.post_training.cancel("long")
+    assert client.post_training.status("long").completed_at == cancelled.completed_at
+    assert until(client, "waits-0", lambda s: s.status is JobStatus.completed).checkpoints
+    assert not list((home / "jobs" / "long").rglob(".*tmp*"))
+
+
+def test_a_worker_that_is_killed_fails_its_job_with_a_reason_and_the_next_one_runs(client: StackClient, home: Path):
+    submit(client, "victim", 3000, n_epochs=50)
+    until(client, "victim", training_started)
+    os.kill(worker_pid("victim"), signal.SIGKILL)
+    status = client.post_training.wait("victim", poll_seconds=0.1, timeout=20)
+    assert status.status is JobStatus.failed
+    assert status.error is not None
+    assert (status.error.code, "SIGKILL" in status.error.message) == ("worker_died", True)
+    submit(client, "after", 4, n_epochs=1)
+    assert client.post_training.wait("after", timeout=120).status is JobStatus.completed
+
+
+def worker_pid(job_uuid: str) -> int:
+    found = subprocess.run(
+        ["pgrep", "-f", f"post_training.worker.main .*--job {job_uuid}$"], capture_output=True, text=True
+    )
+    return int(found.stdout.split()[0])
+
+
+def test_rows_without_a_supervised_token_fail_the_job_before_a_step(client: StackClient):
+    client.datasets.register({"type": "rows", "rows": rows(4)}, dataset_id="cut")
+    client.post_training.supervised_fine_tune(**request("cut", "cut", data_config={"max_seq_len": 8}))
+    status = client.post_training.wait("cut", timeout=60)
+    assert status.status is JobStatus.failed
+    assert status.error is not None
+    assert status.error.code == "data_invalid"
+    assert "no supervised token" in status.error.message
+    assert not status.checkpoints
+
+
+def test_a_loss_that_diverges_fails_the_job_and_leaves_no_checkpoint(client: StackClient):
+    submit(client, "diverges", 80, n_epochs=1, optimizer_config={"lr": 10, "optimizer_type": "sgd"}, max_grad_norm=None)
+    status = client.post_training.wait("diverges", timeout=120)
+    # Plain SGD at rate 10 without clipping blows up; whatever it reached, nothing that is not finite is ever saved.
+    if status.status is JobStatus.failed:
+        assert status.error is not None
+        assert status.error.code in ("non_finite_loss", "checkpoint_unverified")
+        assert not status.checkpoints
+    else:
+        assert all(c.training_metrics and c.training_metrics.train_loss < 1e30 for c in status.checkpoints)
+
+
+def test_fewer_rows_than_a_batch_still_make_a_step(client: StackClient):
+    submit(client, "small", 3, n_epochs=1, data_config={"batch_size": 64})
+    status = client.post_training.wait("small", timeout=120)
+    assert status.status is JobStatus.completed
+    assert status.progress is not None
+    assert status.progress.step == 1
+
+
+def test_a_stopped_server_gives_the_job_back_and_the_next_one_ends_it_with_the_same_bytes(tmp_path: Path, tiny: Path):
+    home = make_home(tmp_path, tiny)
+    training: dict[str, Any] = {"n_epochs": 3, "optimizer_config": {"num_warmup_steps": 5}}
+    with served(home) as (url, process), StackClient(url) as client:
+        submit(client, "calm", 200, **training)
+        calm = client.post_training.wait("calm", timeout=200)
+        client.post_training.supervised_fine_tune(**request("disturbed", "calm-data", **training))
+        until(client, "disturbed", lambda s: len(s.checkpoints) == 1 and s.progress.phase == "train")
+        process.send_signal(signal.SIGTERM)
+        process.wait(30)
+    stored = JobStore(Database(f"sqlite:///{home / 'postgrad.db'}")).get("disturbed")
+    assert (stored.status, stored.attempt) == ("scheduled", 1)
+    with served(home) as (url, _), StackClient(url) as client:
+        disturbed = client.post_training.wait("disturbed", timeout=200)
+    assert (disturbed.status, disturbed.attempt) == (JobStatus.completed, 2)
+    assert [c.step for c in disturbed.checkpoints] == [c.step for c in calm.checkpoints]
+    assert [c.training_metrics for c in disturbed.checkpoints] == [c.training_metrics for c in calm.checkpoints]
+    expected = adapter_of(home, calm.checkpoints[-1].path)
+    actual = adapter_of(home, disturbed.checkpoints[-1].path)
+    assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def test_a_killed_server_loses_no_job_and_the_running_one_ends_by_itself(tmp_path: Path, tiny: Path):
+    home = make_home(tmp_path, tiny)
+    with served(home) as (url, process), StackClient(url) as client:
+        submit(client, "running", 400, n_epochs=2)
+        until(client, "running", training_started)
+        for number in range(5):
+            client.post_training.supervised_fine_tune(**request(f"job-{number}", "running-data", max_steps_per_epoch=1))
+        process.kill()
+        process.wait()
+    with served(home) as (url, _), StackClient(url) as client:
+        assert [job.job_uuid for job in client.post_training.jobs()] == ["running", *(f"job-{n}" for n in range(5))]
+        for number in range(5):
+            client.post_training.cancel(f"job-{number}")
+        status = client.post_training.wait("running", timeout=120)
+        assert (status.status, status.attempt) == (JobStatus.completed, 1)
