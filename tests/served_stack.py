@@ -15,9 +15,11 @@ PROGRAM = "import sys; from distributions.cli.stack import app; app(sys.argv[1:]
 
 
 @contextmanager
-def served(home: Path, *options: str, **environ: str) -> Iterator[tuple[str, subprocess.Popen[str]]]:
-    """Run the template on a free port from a folder that is not the checkout; gives its URL and process."""
-    command = [sys.executable, "-c", PROGRAM, "run", TEMPLATE, "--port", "0", *options]
+def served(
+    home: Path, *options: str, stack: str = TEMPLATE, **environ: str
+) -> Iterator[tuple[str, subprocess.Popen[str]]]:
+    """Run a template or run.yaml on a free port from a folder that is not the checkout; gives its URL and process."""
+    command = [sys.executable, "-c", PROGRAM, "run", stack, "--port", "0", *options]
     env = {**os.environ, "POSTGRAD_HOME": str(home), "OMP_NUM_THREADS": "1", **environ}
     process = subprocess.Popen(command, cwd=home.parent, env=env, stdout=subprocess.PIPE, stderr=None, text=True)
     assert process.stdout is not None

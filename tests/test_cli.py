@@ -98,6 +98,7 @@ def test_the_legacy_flags_submit_the_job_they_describe(stack: InMemoryStack, dat
     assert out == "1234\n"
     request = stack.post_training.jobs["1234"].request
     assert (request.model, request.checkpoint_dir) == (BASE_MODEL, "null")
+    assert request.algorithm_config is not None
     assert request.algorithm_config.model_dump()["rank"] == 8
     config = request.training_config
     assert config.data_config is not None
@@ -116,6 +117,7 @@ def test_single_flags_go_over_the_json_and_leave_the_rest_of_it(stack: InMemoryS
         "--dtype", "fp32", "--seed", "7", "--validation-dataset", str(data),
     )  # fmt: skip
     request = stack.post_training.jobs["j1"].request
+    assert request.algorithm_config is not None
     config, algorithm = request.training_config, request.algorithm_config.model_dump()
     assert (config.n_epochs, config.gradient_accumulation_steps, config.dtype, config.seed) == (2, 5, "fp32", 7)
     assert (config.optimizer_config.lr, config.optimizer_config.weight_decay) == (0.01, 0.5)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import time
@@ -224,10 +225,12 @@ def test_a_worker_that_is_killed_fails_its_job_with_a_reason_and_the_next_one_ru
 
 
 def worker_pid(job_uuid: str) -> int:
-    found = subprocess.run(
-        ["pgrep", "-f", f"post_training.worker.main .*--job {job_uuid}$"], capture_output=True, text=True
-    )
-    return int(found.stdout.split()[0])
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError):
+            command = (folder / "cmdline").read_text().split("\0")
+            if "post_training.worker.main" in command and job_uuid in command:
+                return int(folder.name)
+    raise AssertionError(f"no worker of {job_uuid}")
 
 
 def test_rows_without_a_supervised_token_fail_the_job_before_a_step(client: StackClient):

@@ -51,6 +51,7 @@ def main() -> int:
     with running_stack(HOME, log) as url, StackClient(url, timeout=ANSWER_SECONDS) as client:
         client.inspect.health()
         console.print(f"{TEMPLATE} at {url}, log in {relative(log)}")
+        cancel_unfinished(client)
         before, checkpoint, after, training_seconds = train_between_evaluations(client)
 
     step(6, "Before and after")
@@ -66,6 +67,14 @@ def main() -> int:
         print(f"Error: the tuned model gained {gain:.0f} points, expected were {WANTED_GAIN}", file=sys.stderr)
         return 1
     return 0
+
+
+def cancel_unfinished(client: StackClient) -> None:
+    """Cancel what an interrupted quickstart left: a stack goes on with unfinished jobs when it starts again."""
+    for job in client.post_training.jobs():
+        if not job.status.terminal:
+            console.print(f"cancelling {job.job_uuid} of an earlier, interrupted run")
+            client.post_training.cancel(job.job_uuid)
 
 
 def train_between_evaluations(client: StackClient) -> tuple[Evaluation, str, Evaluation, float]:
