@@ -6,8 +6,8 @@ import os
 
 from tests.model_fixture import smollm2
 
-# One model per process on a small machine: threads that fight for two cores only make tests slow and noisy.
-os.environ.setdefault("OMP_NUM_THREADS", "2")
+# Tests run models in several processes at once: threads that spin would take the cores from each other.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

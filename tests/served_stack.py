@@ -25,7 +25,7 @@ def served(
     assert process.stdout is not None
     try:
         line = process.stdout.readline()
-        assert line.startswith(f"Postgrad serves {TEMPLATE} at http://127.0.0.1:"), line
+        assert line.startswith("Postgrad serves "), line
         yield line.split()[-1], process
     finally:
         if process.poll() is None:

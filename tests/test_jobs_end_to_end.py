@@ -266,7 +266,7 @@ def test_fewer_rows_than_a_batch_still_make_a_step(client: StackClient):
 
 def test_a_stopped_server_gives_the_job_back_and_the_next_one_ends_it_with_the_same_bytes(tmp_path: Path, tiny: Path):
     home = make_home(tmp_path, tiny)
-    training: dict[str, Any] = {"n_epochs": 3, "optimizer_config": {"num_warmup_steps": 5}}
+    training: dict[str, Any] = {"n_epochs": 2, "optimizer_config": {"num_warmup_steps": 5}}
     with served(home) as (url, process), StackClient(url) as client:
         submit(client, "calm", 200, **training)
         calm = client.post_training.wait("calm", timeout=200)

@@ -16,7 +16,7 @@ import pytest
 from tests.model_fixture import QUICKSTART, load_example
 
 INTENTS = {"refund", "replace", "track", "cancel", "help"}
-KEYS = ["intent", "product", "order", "urgent"]
+KEYS = ["intent", "product", "order"]
 
 
 def load(split: str) -> list[list[dict[str, str]]]:
@@ -64,14 +64,13 @@ def test_there_are_enough_rows_of_system_user_and_assistant():
         assert all(set(message) == {"role", "content"} for message in row)
 
 
-def test_every_answer_is_compact_json_with_the_four_keys_and_allowed_values():
+def test_every_answer_is_compact_json_with_the_three_keys_and_allowed_values():
     for row, label in zip(BOTH, labels(BOTH), strict=True):
         assert list(label) == KEYS
         assert row[2]["content"] == json.dumps(label, separators=(",", ":"))
         assert label["intent"] in INTENTS
         assert re.fullmatch("[a-z]+", label["product"])
         assert label["order"] is None or re.fullmatch("[0-9]{4}", label["order"])
-        assert type(label["urgent"]) is bool
 
 
 def test_product_and_order_number_stand_in_the_message():
@@ -85,7 +84,7 @@ def test_the_prompt_is_the_same_everywhere_and_names_every_key_value_and_the_for
     (system,) = {row[0]["content"] for row in BOTH}
     assert "JSON" in system
     assert "one line" in system
-    for word in [*(f'"{key}"' for key in KEYS), *INTENTS, "null", "true", "false"]:
+    for word in [*(f'"{key}"' for key in KEYS), *INTENTS, "null"]:
         assert word in system
 
 
@@ -94,7 +93,6 @@ def test_labels_are_balanced():
         found, total = labels(rows), len(rows)
         assert set(Counter(label["intent"] for label in found).values()) == {total // len(INTENTS)}
         assert max(Counter(label["product"] for label in found).values()) <= total / 8
-        assert 0.25 <= sum(label["urgent"] for label in found) / total <= 0.5
         assert 0.5 <= sum(label["order"] is not None for label in found) / total <= 0.75
 
 
@@ -156,21 +154,25 @@ def test_messages_are_short_and_long():
 @pytest.mark.parametrize(
     ("text", "right"),
     [
-        ('{"intent":"help","product":"pan","order":null,"urgent":true}', True),
-        ('\n{ "urgent": true, "order": null,\n "product": "pan", "intent": "help" } ', True),
-        ('{"intent":"help","product":"pan","order":null,"urgent":1}', False),
-        ('{"intent":"help","product":"pan","order":"null","urgent":true}', False),
+        ('{"intent":"help","product":"pan","order":"1"}', True),
+        ('\n{ "order": "1",\n "product": "pan", "intent": "help" } ', True),
+        ('{"intent":"help","product":"pan","order":1}', False),
         ('{"intent":"help","product":"pan","order":null}', False),
-        ('{"intent":"help","product":"pan","order":null,"urgent":true,"more":1}', False),
-        ('Here it is: {"intent":"help","product":"pan","order":null,"urgent":true}', False),
-        ('{"intent":"help","product":"pan","order":null,"urgent":tr', False),
+        ('{"intent":"help","product":"pan"}', False),
+        ('{"intent":"help","product":"pan","order":"1","more":true}', False),
+        ('{"intent":"help","product":"Pan","order":"1"}', False),
+        ('Here it is: {"intent":"help","product":"pan","order":"1"}', False),
+        ('{"intent":"help","product":"pan","ord', False),
         ("", False),
         ("null", False),
     ],
 )
 def test_exact_match_compares_what_the_json_says(evaluation: ModuleType, text: str, right: bool):
-    expected = '{"intent":"help","product":"pan","order":null,"urgent":true}'
-    assert evaluation.exact_match(expected, text) is right
+    assert evaluation.exact_match('{"intent":"help","product":"pan","order":"1"}', text) is right
+
+
+def test_true_is_not_one(evaluation: ModuleType):
+    assert not evaluation.exact_match('{"urgent":true}', '{"urgent":1}')
 
 
 def test_the_stack_serves_while_the_block_lasts_and_no_longer(tmp_path: Path):

@@ -111,7 +111,7 @@ def job(client: LlamaStackClient) -> Any:
     # An epoch of the second set is twenty passes over the first, with one checkpoint at its end.
     for dataset_id, content in (("codes", rows), ("repeated", rows * 20)):
         client.datasets.register(
-            purpose="post-training/messages", source={"type": "rows", "rows": content}, dataset_id=dataset_id
+            purpose="post-training/messages", source=cast(Any, {"type": "rows", "rows": content}), dataset_id=dataset_id
         )
     submitted = client.post_training.supervised_fine_tune(
         job_uuid="codes-1",

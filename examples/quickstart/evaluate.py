@@ -22,8 +22,8 @@ from apis.errors import PostgradError
 from post_training.client import StackClient
 
 DATA = Path(__file__).resolve().parent / "data"
-MAX_TOKENS = 48
-"""The longest right answer takes 26 on one line, and 38 spread over lines with indentation."""
+MAX_TOKENS = 40
+"""The longest right answer takes 21 on one line, and 32 spread over lines with indentation."""
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from post_training.client import StackClient
 
 HOME = CACHE / "quickstart"
 MODEL = "smollm2-135m-instruct"
-RECIPE = ["--epochs", "2", "--lr", "1e-3", "--rank", "16", "--alpha", "32", "--batch-size", "8"]
+RECIPE = ["--epochs", "2", "--lr", "1e-3", "--rank", "16", "--alpha", "32", "--batch-size", "4"]
 EXAMPLES = 3
 WANTED_GAIN = 50  # points
 ANSWER_SECONDS = 600

@@ -19,6 +19,7 @@ from contextlib import suppress
 from typing import Any
 
 from apis.errors import OutOfMemory, PostgradError
+from post_training.processes import python_module, torch_environment
 
 logger = logging.getLogger(__name__)
 _LOGGED_CHARACTERS = 4000
@@ -77,18 +78,15 @@ def serve_child(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
 
 
 def _start(module: str, lifeline: int, threads: int | None) -> subprocess.Popen[str]:
-    environment = {**os.environ, _LIFELINE: str(lifeline), "TOKENIZERS_PARALLELISM": "false"}
-    if threads:
-        environment["OMP_NUM_THREADS"] = str(threads)
     return subprocess.Popen(
-        [sys.executable, "-m", module],
+        python_module(module),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         pass_fds=(lifeline,),
         start_new_session=True,
         text=True,
-        env=environment,
+        env={**torch_environment(threads), _LIFELINE: str(lifeline)},
     )
 
 

@@ -10,11 +10,10 @@ import os
 import re
 import stat
 import subprocess
-import sys
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from typing import IO, BinaryIO
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
 
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +21,7 @@ from pydantic import BaseModel, ConfigDict
 from apis.datasets.models import DataSource, Row, RowsDataSource, URIDataSource
 from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge, Unavailable
 from post_training.data.records import RecordKind, encode_rows, parse_json_lines, parse_records
+from post_training.processes import python_module, torch_environment
 
 # Run as a short-lived process, so that neither the server nor this floor ever imports `datasets`.
 HUB_MODULE = "post_training.worker.hf_sources"
@@ -269,8 +269,8 @@ def _hub(uri: str, policy: SourcePolicy) -> RowReader:
 
 
 def _hub_rows(uri: str) -> Iterator[Row]:
-    command = [sys.executable, "-m", HUB_MODULE, f"--uri={uri}"]
-    with tempfile.TemporaryFile() as faults, subprocess.Popen(command, stdout=subprocess.PIPE, stderr=faults) as child:
+    command = [*python_module(HUB_MODULE), f"--uri={uri}"]
+    with tempfile.TemporaryFile() as faults, _start(command, faults) as child:
         assert child.stdout is not None  # it is a pipe
         try:
             yield from parse_json_lines(child.stdout)
@@ -280,6 +280,10 @@ def _hub_rows(uri: str) -> Iterator[Row]:
         if child.wait() != 0:
             faults.seek(0)
             raise _hub_error(faults.read().decode(errors="replace"))
+
+
+def _start(command: list[str], faults: IO[bytes]) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=faults, env=torch_environment())
 
 
 def _hub_error(output: str) -> PostgradError:

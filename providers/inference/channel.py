@@ -9,12 +9,11 @@ import json
 import logging
 import os
 import signal
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import AsyncGenerator, Callable
-from pathlib import Path
 
 from apis.errors import PostgradError, QueueFull, Unavailable
+from post_training.processes import python_module, torch_environment
 from providers.inference.config import TransformersInferenceConfig
 from providers.inference.wire import Done, GenerateRequest, WireError
 
@@ -43,7 +42,7 @@ class WorkerProcess:
     async def start(cls, config: TransformersInferenceConfig, on_idle: Callable[[], None]) -> WorkerProcess:
         """Start the process; it gets ready while the first request waits in its pipe."""
         process = await asyncio.create_subprocess_exec(
-            *(sys.executable, "-P", "-m", WORKER_MODULE, config.model_dump_json()),
+            *(*python_module(WORKER_MODULE), config.model_dump_json()),
             stdin=PIPE,
             stdout=PIPE,
             env=_environment(),
@@ -213,9 +212,5 @@ def _line(message: dict[str, object]) -> bytes:
 
 
 def _environment() -> dict[str, str]:
-    """The worker imports what the server would, from anywhere, and never asks a hub for anything."""
-    root = str(Path(__file__).parents[2])
-    path = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
-    # torchao, which peft imports, would log that it cannot load kernels that are of no use here.
-    quiet = {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1", "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1"}
-    return os.environ | {"PYTHONPATH": path} | quiet
+    """The worker never asks a hub for anything."""
+    return torch_environment() | {"HF_HUB_OFFLINE": "1", "TRANSFORMERS_OFFLINE": "1"}

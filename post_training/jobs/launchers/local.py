@@ -6,10 +6,11 @@ import contextlib
 import os
 import signal
 import subprocess
-import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
+
+from post_training.processes import python_module, torch_environment
 
 WORKER_MODULE = "post_training.worker.main"
 
@@ -66,14 +67,12 @@ class LocalLauncher:
         """
         log_path.parent.mkdir(parents=True, exist_ok=True)
         environment = {
-            **os.environ,
+            **torch_environment(threads),
             "POSTGRAD_DATABASE_URL": self._database_url,
             "POSTGRAD_JOB_OWNER": owner,
             "PYTHONUNBUFFERED": "1",
         }
-        if threads:
-            environment["OMP_NUM_THREADS"] = str(threads)
-        command = [sys.executable, "-m", WORKER_MODULE, "--home", str(self._home), "--job", job_uuid]
+        command = [*python_module(WORKER_MODULE), "--home", str(self._home), "--job", job_uuid]
         with log_path.open("ab") as log:
             return LocalWorker(_start(command, environment, log))
 
