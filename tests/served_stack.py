@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
 
 TEMPLATE = "experimental-post-training"
 PROGRAM = "import sys; from distributions.cli.stack import app; app(sys.argv[1:], prog_name='stack')"
@@ -16,12 +17,12 @@ PROGRAM = "import sys; from distributions.cli.stack import app; app(sys.argv[1:]
 
 @contextmanager
 def served(
-    home: Path, *options: str, stack: str = TEMPLATE, **environ: str
+    home: Path, *options: str, stack: str = TEMPLATE, stderr: IO[str] | None = None, **environ: str
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run a template or run.yaml on a free port from a folder that is not the checkout; gives its URL and process."""
     command = [sys.executable, "-c", PROGRAM, "run", stack, "--port", "0", *options]
     env = {**os.environ, "POSTGRAD_HOME": str(home), "OMP_NUM_THREADS": "1", **environ}
-    process = subprocess.Popen(command, cwd=home.parent, env=env, stdout=subprocess.PIPE, stderr=None, text=True)
+    process = subprocess.Popen(command, cwd=home.parent, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)
     assert process.stdout is not None
     try:
         line = process.stdout.readline()

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -22,6 +25,7 @@ from post_training.catalog.importing import import_model
 from post_training.client import StackClient
 from post_training.jobs.database import Database
 from post_training.jobs.store import JobStore
+from providers.torchtune.config import TorchtunePostTrainingConfig
 from tests.served_stack import served
 from tests.tiny_llama import save_tiny_llama
 
@@ -301,3 +305,40 @@ def test_a_killed_server_loses_no_job_and_the_running_one_ends_by_itself(tmp_pat
             client.post_training.cancel(f"job-{number}")
         status = client.post_training.wait("running", timeout=120)
         assert (status.status, status.attempt) == (JobStatus.completed, 1)
+
+
+def postgrad(url: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    program = str(Path(sys.executable).parent / "postgrad")
+    command = [program, "--endpoint", url, *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=200, check=False)
+
+
+def test_the_command_line_trains_a_file_follows_it_and_lists_what_came_of_it(client: StackClient, tmp_path: Path):
+    file = tmp_path / "words.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows(8)))
+    submit = ["post_training", "supervised_fine_tune", "--model", MODEL, "--dataset", str(file), "--epochs", "1"]
+    done = postgrad(client.base_url, *submit, "--job-uuid", "by-hand", "--batch-size", "4", "--rank", "4", "--follow")
+    assert done.returncode == 0, done.stderr
+    assert "by-hand" in done.stdout.splitlines()[0]
+    assert "\x1b[" not in done.stdout
+    artifacts = json.loads(postgrad(client.base_url, "post_training", "artifacts", "by-hand", "--json").stdout)
+    assert [c["identifier"] for c in artifacts["checkpoints"]] == ["tiny-sft-by-hand-0"]
+
+    failed = postgrad(client.base_url, *submit, "--job-uuid", "too-short", "--max-seq-len", "8", "--follow")
+    assert failed.returncode == 1
+    assert "data_invalid" in failed.stderr
+
+
+def test_meta_format_boots_with_one_warning_and_means_adapter_and_merged(tmp_path: Path):
+    run_yaml = tmp_path / "run.yaml"
+    run_yaml.write_text(
+        "version: 2\nimage_name: old\napis: [post_training]\nproviders:\n  post_training:\n"
+        "  - {provider_id: tt, provider_type: 'inline::torchtune', config: {checkpoint_format: meta}}\n"
+    )
+    log = tmp_path / "log"
+    with log.open("w") as errors, served(tmp_path / "home", stack=str(run_yaml), stderr=errors) as (url, _):
+        config = httpx.get(f"{url}/v1/providers/tt").json()["config"]
+    assert config["checkpoint_format"] == "meta"
+    assert log.read_text().count("checkpoint_format: meta") == 1
+    assert TorchtunePostTrainingConfig(checkpoint_format="meta").forms == ("adapter", "merged")
+    assert TorchtunePostTrainingConfig(checkpoint_format="huggingface").forms == ("adapter",)

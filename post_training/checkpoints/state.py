@@ -19,9 +19,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from apis.errors import ModelInvalid
+from post_training.training.trainer import MASTER_PREFIX
 
 TENSORS, META = "state.safetensors", "state.json"
-MASTER_PREFIX = "master."
 _FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 

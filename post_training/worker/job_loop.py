@@ -13,7 +13,7 @@ from typing import Any
 from apis.errors import NonFiniteLoss, NothingTrained
 from apis.post_training.models import JobProgress, PostTrainingMetric
 from post_training.checkpoints.layout import TRAINING_STATE
-from post_training.checkpoints.state import load_training_state, masters_of
+from post_training.checkpoints.state import load_training_state, masters_of, restore_rng
 from post_training.data.batching import epoch_order, micro_batches, steps
 from post_training.data.preflight import TokenizedDataset
 from post_training.data.types import TokenizedRow
@@ -112,6 +112,7 @@ class JobLoop:
         newest = found[-1]
         tensors, meta = load_training_state(self._home / newest.path / TRAINING_STATE)
         trainer.load_state(tensors, meta)
+        restore_rng(tensors)
         self._progress = JobProgress.model_validate(meta["progress"])
         self._lease.update(message=f"resumed after epoch {newest.epoch}, step {newest.step}")
         return newest.epoch + 1

@@ -15,7 +15,7 @@ from apis.post_training.models import JobProgress, JobStatus, PostTrainingMetric
 from post_training.catalog.models import ModelCatalog, checkpoint_identifier
 from post_training.checkpoints.export import merge, write_adapter
 from post_training.checkpoints.layout import CheckpointWriter, Manifest
-from post_training.checkpoints.state import save_training_state
+from post_training.checkpoints.state import rng_tensors, save_training_state
 from post_training.checkpoints.verify import verify_checkpoint
 from post_training.jobs.database import now
 from post_training.jobs.spec import JobSpec
@@ -95,7 +95,8 @@ def _write(
         write_adapter(writer.adapter, adapter, config, spec.model.base_identifier, base_dir)
         if "merged" in spec.worker.export:
             merged = {"merge": asdict(merge(base_dir, writer.adapter, writer.merged, spec.worker.merged_dtype))}
-        save_training_state(writer.training_state, tensors, {**meta, "epoch": epoch, "progress": progress.model_dump()})
+        state = {**meta, "epoch": epoch, "progress": progress.model_dump()}
+        save_training_state(writer.training_state, {**tensors, **rng_tensors()}, state)
         manifest = Manifest(
             identifier=identifier,
             job_uuid=spec.job_uuid,
