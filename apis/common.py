@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
+from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated
+from typing import Annotated, Any
 
 from pydantic import AfterValidator, BaseModel, ConfigDict
 
@@ -12,6 +14,10 @@ from apis.errors import InvalidField
 
 _SEGMENT = re.compile(r"[A-Za-z0-9_][A-Za-z0-9._:@-]*")
 MAX_IDENTIFIER_LENGTH = 255
+# pydantic writes 255 levels, some of which are the answer's own.
+MAX_NESTING = 200
+# The largest number that a store keeps and a sequence can be indexed with.
+MAX_INTEGER = 2**63 - 1
 
 
 class Api(StrEnum):
@@ -66,3 +72,33 @@ def _identifier(value: str) -> str:
 
 
 Identifier = Annotated[str, AfterValidator(_identifier)]
+
+
+def check_nesting(value: Any) -> None:
+    """Refuse a JSON value that no answer could hold. Raises ValueError where it is over `MAX_NESTING` levels deep."""
+    level, depth = [value], 0
+    while level := [child for node in level for child in _children(node)]:
+        depth += 1
+        if depth > MAX_NESTING:
+            raise ValueError(f"is nested too deeply: {MAX_NESTING} levels at most")
+
+
+def _children(node: Any) -> Iterable[Any]:
+    if isinstance(node, dict):
+        return node.values()
+    return node if isinstance(node, list | tuple) else ()
+
+
+def _json_object(value: dict[str, Any]) -> dict[str, Any]:
+    check_nesting(value)
+    try:
+        json.dumps(value, allow_nan=False, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        raise ValueError("holds an unpaired surrogate (\\ud800 to \\udfff), which is not text") from None
+    except (TypeError, ValueError, RecursionError) as error:
+        raise ValueError(f"has no JSON form: {error}") from None
+    return value
+
+
+# What is stored and answered as JSON must have that form when it comes in: one that has not spoils every later list.
+JsonObject = Annotated[dict[str, Any], AfterValidator(_json_object)]

@@ -24,7 +24,8 @@ Each leaf has a stable `code` (for programs) and a `message` that says what, whe
 
 from __future__ import annotations
 
-from typing import ClassVar
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, ClassVar
 
 
 class PostgradError(Exception):
@@ -195,3 +196,41 @@ class PortBusy(StackError):
 
 class UnknownTemplate(StackError):
     code = "unknown_template"
+
+
+def error_classes(root: type[PostgradError] = PostgradError) -> Iterator[type[PostgradError]]:
+    """Every class of the tree, `root` first."""
+    yield root
+    for child in root.__subclasses__():
+        yield from error_classes(child)
+
+
+def error_class(code: object) -> type[PostgradError] | None:
+    """The class that has this `code`; None where none has."""
+    return next((kind for kind in error_classes() if kind.code == code), None)
+
+
+def field_path(location: Sequence[int | str], value: Any) -> list[int | str]:
+    """Where in `value` a fault of pydantic lies, as whoever wrote `value` knows it.
+
+    Args:
+        location: pydantic's; for a tagged union it holds the tag as well, which is left out here.
+        value: the JSON value that did not fit.
+    """
+    path: list[int | str] = []
+    node, tag_left_out = value, False
+    for index, part in enumerate(location):
+        is_last = index == len(location) - 1
+        if isinstance(node, Mapping) and node.get("type") == part and not tag_left_out and not is_last:
+            tag_left_out = True
+            continue
+        path.append(part)
+        node, tag_left_out = _child(node, part), False
+    return path
+
+
+def _child(node: Any, part: int | str) -> Any:
+    try:
+        return node[part]
+    except (KeyError, IndexError, TypeError):
+        return None

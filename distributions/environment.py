@@ -6,7 +6,8 @@
     ${env.X:+value}     `value` where X is set and not empty, else nothing
 
 Expressions nest (`${env.A:=${env.B:=c}}`) and mix with text (`http://${env.HOST:=localhost}:80`). A value that is one
-expression and nothing else takes the type it reads as: true/false, integer, float; nothing becomes null.
+expression and nothing else takes the type it reads as: true/false, integer, float; nothing becomes null. A number that
+would be written otherwise (`007`, `1.10`, `1e5`) stays text, since it may be a version, an id or a key.
 """
 
 from __future__ import annotations
@@ -22,8 +23,8 @@ DISABLED = "__disabled__"
 
 _OPENING = "${env."
 _HEAD = re.compile(r"\$\{env\.([A-Za-z_][A-Za-z0-9_]*)")
-_INTEGER = re.compile(r"-?(0|[1-9][0-9]*)")
-_FLOAT = re.compile(r"-?(0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
+_INTEGER = re.compile(r"0|-?[1-9][0-9]{0,17}")
+_FLOAT = re.compile(r"-?[0-9]+\.[0-9]+|-?[0-9](\.[0-9]+)?e[-+][0-9]+")
 
 
 def parse_env_options(options: Iterable[str]) -> dict[str, str]:
@@ -131,10 +132,9 @@ def _expression(expression: str, environ: Mapping[str, str], path: str) -> str:
 def _typed(text: str, environ: Mapping[str, str]) -> Any:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
-    # "007" stays text: an id or a key must not lose its zeros.
     if _INTEGER.fullmatch(text):
         return int(text)
-    if _FLOAT.fullmatch(text):
+    if _FLOAT.fullmatch(text) and str(float(text)) == text:
         return float(text)
     return _expand_home(text, environ)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -12,7 +12,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apis.errors import DataInvalid, PostgradError
+from apis.errors import DataInvalid, PostgradError, field_path
 
 log = logging.getLogger(__name__)
 
@@ -132,33 +132,12 @@ async def _on_invalid_request(request: Request, error: Exception) -> JSONRespons
 
 def _fault(item: Mapping[str, Any], body: Any) -> dict[str, Any]:
     loc = list(item["loc"])
-    plain = [loc[0], *_field_path(loc[1:], body)] if loc and loc[0] == "body" else loc
+    plain = [loc[0], *field_path(loc[1:], body)] if loc and loc[0] == "body" else loc
     return {"loc": [_short(part) for part in plain], "msg": _message(item, body), "type": item["type"]}
 
 
 def _short(part: Any) -> Any:
     return part if isinstance(part, int) or len(part) <= _MAX_NAME else part[:_MAX_NAME] + "…"
-
-
-def _field_path(loc: Sequence[Any], body: Any) -> list[Any]:
-    """`loc` without the tags that pydantic puts in for a tagged union: clients know the fields only."""
-    path: list[Any] = []
-    node, tag_left_out = body, False
-    for index, part in enumerate(loc):
-        is_last = index == len(loc) - 1
-        if isinstance(node, Mapping) and node.get("type") == part and not tag_left_out and not is_last:
-            tag_left_out = True
-            continue
-        path.append(part)
-        node, tag_left_out = _child(node, part), False
-    return path
-
-
-def _child(node: Any, part: Any) -> Any:
-    try:
-        return node[part]
-    except (KeyError, IndexError, TypeError):
-        return None
 
 
 def _message(item: Mapping[str, Any], body: Any) -> str:

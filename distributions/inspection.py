@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from importlib.metadata import version
 from typing import Any
 
-from apis.errors import NotFound
+from apis.errors import NotFound, Unavailable
 from apis.inspect.models import (
     HealthInfo,
     ListProvidersResponse,
@@ -28,23 +28,34 @@ class StackInspection:
 
     Args:
         openapi: gives the server's OpenAPI document; called late, since routes are added after this is made.
+        store_answers: whether the store can be read. Every provider works on it, so none is healthy without it.
     """
 
-    def __init__(self, providers: Sequence[BuiltProvider], openapi: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        providers: Sequence[BuiltProvider],
+        openapi: Callable[[], dict[str, Any]],
+        store_answers: Callable[[], Awaitable[bool]],
+    ) -> None:
         self._providers = [_describe(provider) for provider in providers]
         self._openapi = openapi
+        self._store_answers = store_answers
 
     async def version(self) -> VersionInfo:
         return VersionInfo(version=version("postgrad"))
 
     async def health(self) -> HealthInfo:
+        """Raises Unavailable where the store does not answer."""
+        if not await self._store_answers():
+            raise Unavailable("the store of jobs, models and data sets does not answer; the server's log says why")
         return HealthInfo(status="OK")
 
     async def list_providers(self) -> ListProvidersResponse:
-        return ListProvidersResponse(data=self._providers)
+        health = HealthInfo(status="OK" if await self._store_answers() else "Error")
+        return ListProvidersResponse(data=[p.model_copy(update={"health": health}) for p in self._providers])
 
     async def get_provider(self, provider_id: str) -> ProviderInfo:
-        for provider in self._providers:
+        for provider in (await self.list_providers()).data:
             if provider.provider_id == provider_id:
                 return provider
         known = ", ".join(provider.provider_id for provider in self._providers)

@@ -10,6 +10,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import anyio.to_thread
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -20,6 +21,7 @@ from distributions.errors import error_response
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
 OPEN_PATHS = frozenset({"/v1/health"})
 HASH_PREFIX = "sha256:"
+SMALL_BODY_BYTES = 2**18
 
 
 class TraceId:
@@ -135,7 +137,11 @@ class TranslateBody:
         if translation is None:
             await self.app(scope, receive, send)
             return
-        body = _translated(await _read(receive), translation)
+        body = await _read(receive)
+        if len(body) <= SMALL_BODY_BYTES:
+            body = _translated(body, translation)
+        else:  # takes long enough to keep other requests waiting
+            body = await anyio.to_thread.run_sync(_translated, body, translation)
         given = False
 
         async def replay() -> Message:

@@ -66,7 +66,10 @@ class ProviderEntry(_Section):
 
 
 class StoreConfig(_Section):
-    """Where jobs, data sets and models are kept: a SQLite file, or PostgreSQL by `url` or by its parts."""
+    """Where jobs, data sets and models are kept: a SQLite file, or PostgreSQL by `url` or by its parts.
+
+    `namespace` and `table_name` are accepted because Llama Stack's run.yaml files have them, and do nothing.
+    """
 
     type: Literal["sqlite", "postgres"] = "sqlite"
     namespace: str | None = None
@@ -181,6 +184,8 @@ def load_run_config(name_or_path: str, environ: Mapping[str, str]) -> StackRunCo
         config = StackRunConfig.model_validate(substitute(ours, environ))
     except ValidationError as error:
         raise RunConfigInvalid(f"{source}: {_faults(error)}") from None
+    if config.metadata_store.namespace or config.metadata_store.table_name:
+        log.warning("%s: metadata_store: namespace and table_name have no effect: the tables' names are fixed", source)
     config._environ = dict(environ)
     return config
 

@@ -66,7 +66,7 @@ def create_app(stack: Stack, api_key: str | None = None) -> FastAPI:
 
 
 def _mount(app: FastAPI, stack: Stack) -> None:
-    inspection = StackInspection(stack.providers, app.openapi)
+    inspection = StackInspection(stack.providers, app.openapi, stack.store_answers)
     app.include_router(apis.inspect.routes.create_router(inspection), prefix="/v1")
     app.include_router(v1.create_inspect_router(inspection), prefix="/v1")
     for prefix in ("/v1", "/v1/openai/v1"):

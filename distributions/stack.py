@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import anyio
+from sqlalchemy import select
 from sqlalchemy.exc import SQLAlchemyError
 
 # Imported for its tables, which must be known before the store makes what is missing.
@@ -24,11 +26,13 @@ from distributions.resolver import BuiltProvider, PlannedProvider, build
 from distributions.run_config import StackRunConfig
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
-from post_training.jobs.database import Database
+from post_training.jobs.database import Database, SchemaRow
 
 log = logging.getLogger(__name__)
 
-PROVIDER_SHUTDOWN_SECONDS = 10
+# Above what the scheduler of jobs takes at most: 8 s for its thread and 8 s for its workers.
+PROVIDER_SHUTDOWN_SECONDS = 20
+STORE_ANSWER_SECONDS = 5.0
 
 
 @dataclass
@@ -48,6 +52,12 @@ class Stack:
         if not self.config.serves(api):
             return None
         return next((b.impl for b in self.providers if b.planned.api is api), None)
+
+    async def store_answers(self) -> bool:
+        """Whether the store can be read now, within a few seconds."""
+        with anyio.move_on_after(STORE_ANSWER_SECONDS):
+            return await anyio.to_thread.run_sync(_reads, self.database, abandon_on_cancel=True)
+        return False
 
     async def start(self) -> None:
         """Start every provider, dependencies first; on a failure those already started are shut down."""
@@ -76,6 +86,15 @@ class Stack:
         if self._running:
             self._running = False
             self.database.close()
+
+
+def _reads(database: Database) -> bool:
+    try:
+        with database.reading() as session:
+            return session.scalar(select(SchemaRow.version)) is not None
+    except (SQLAlchemyError, OSError) as error:
+        log.error("the store does not answer: %s", type(getattr(error, "orig", None) or error).__name__)
+        return False
 
 
 async def _start(built: BuiltProvider) -> None:
@@ -147,7 +166,8 @@ async def _register_listed(stack: Stack) -> None:
             log.warning("datasets.%d: %s: no provider %s is configured", index, dataset.dataset_id, dataset.provider_id)
             continue
         with _naming(f"datasets.{index}"):
-            await stack.datasets.register_dataset(RegisterDatasetRequest(**dataset.model_dump(exclude={"provider_id"})))
+            request = RegisterDatasetRequest(**dataset.model_dump(exclude={"provider_id"}))
+            await stack.datasets.register_dataset(request, provider_id=dataset.provider_id or None)
 
 
 @contextmanager

@@ -1,17 +1,45 @@
-"""How processes with torch in them are started, by whichever room starts one."""
+"""How processes with torch in them are started, by whichever room starts one.
+
+python -m post_training.processes <module> …     (runs a module that ends itself when its lifeline closes)
+"""
 
 from __future__ import annotations
 
 import os
+import runpy
 import sys
+import threading
 from pathlib import Path
 
+LIFELINE = "POSTGRAD_LIFELINE_FD"
 _ROOT = str(Path(__file__).parents[1])
 
 
 def python_module(module: str) -> list[str]:
     """The command that runs a module of ours from any folder; `-P`, so that the folder itself is not searched."""
     return [sys.executable, "-P", "-m", module]
+
+
+def tied_module(module: str) -> list[str]:
+    """The command as `python_module`'s, of a process that dies with its caller.
+
+    The caller hands it the read end of a pipe, its number in the environment variable `LIFELINE`, and keeps the other
+    end open for as long as the process may live.
+    """
+    return [*python_module("post_training.processes"), module]
+
+
+def die_with_caller() -> None:
+    """End this process as soon as the pipe named by `LIFELINE` closes; without one, nothing happens."""
+    lifeline = os.environ.pop(LIFELINE, None)
+    if lifeline is None:
+        return  # started by hand
+
+    def watch() -> None:
+        os.read(int(lifeline), 1)
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def torch_environment(threads: int | None = None) -> dict[str, str]:
@@ -35,3 +63,9 @@ def torch_environment(threads: int | None = None) -> dict[str, str]:
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
+
+
+if __name__ == "__main__":
+    die_with_caller()
+    sys.argv = sys.argv[1:]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

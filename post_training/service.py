@@ -6,6 +6,7 @@ durability, queue, status - is the same for all providers and lives here.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 from collections.abc import Callable
@@ -16,8 +17,9 @@ from typing import Any
 import anyio.to_thread
 from pydantic import TypeAdapter
 
+from apis.common import check_identifier
 from apis.datasets.models import DataSource
-from apis.errors import InvalidField, NotSupported
+from apis.errors import DataInvalid, DatasetNotFound, InvalidField, ModelNotFound, NotSupported
 from apis.post_training.models import (
     Checkpoint,
     JobError,
@@ -35,9 +37,9 @@ from apis.post_training.models import (
     SupervisedFineTuneRequest,
 )
 from post_training.catalog.datasets import DatasetCatalog
+from post_training.catalog.folders import imported_models
 from post_training.catalog.models import ModelCatalog, ResolvedModel, checkpoint_identifier
-from post_training.catalog.naming import folder_name
-from post_training.checkpoints.layout import clean_partial
+from post_training.checkpoints.layout import checkpoints_root, clean_partial
 from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.jobs.database import Database, now
@@ -90,7 +92,7 @@ class JobService:
             self._store,
             LocalLauncher(database.url, home),
             profile.provider_id,
-            lambda job_uuid: home / "jobs" / folder_name(job_uuid),
+            lambda job_uuid: checkpoints_root(home, job_uuid).parent,
             self._clean_partial,
             slots=profile.slots,
         )
@@ -180,11 +182,9 @@ class JobService:
         )
 
     def _resolve_model(self, request: SupervisedFineTuneRequest) -> ResolvedModel:
-        identifier = request.model or self._profile.default_model
         if request.checkpoint_dir:
-            directory = self._base_dir(request.checkpoint_dir)
-            identifier = identifier or directory.name
-            return ResolvedModel(identifier, identifier, directory, None, None)
+            return self._at_directory(request.checkpoint_dir, request.model)
+        identifier = request.model or self._profile.default_model
         if identifier is None:
             raise InvalidField(
                 "no model named and the provider has no default_model; pass model, see `postgrad models list`",
@@ -192,22 +192,50 @@ class JobService:
             )
         return self._models.resolve(identifier)
 
+    def _at_directory(self, checkpoint_dir: str, model: str | None) -> ResolvedModel:
+        """The base model in a directory. Its id is `model`, else the one it was imported under, else its name."""
+        directory = self._base_dir(checkpoint_dir)
+        imported = {path.resolve(): identifier for identifier, path in imported_models(self._home).items()}
+        identifier = imported.get(directory, directory.name)
+        if model is not None and model != identifier:
+            # Upstream's clients name the descriptor of what lies in the directory; another model's would mislabel it.
+            with contextlib.suppress(ModelNotFound):
+                known = self._models.resolve(model)
+                if known.adapter_dir is not None or known.base_dir.resolve() != directory:
+                    raise InvalidField(
+                        f"checkpoint_dir is {identifier!r}, but model {model!r} lies elsewhere; send one of the two",
+                        param="checkpoint_dir",
+                    )
+            identifier = model
+        return ResolvedModel(check_identifier(identifier, param="checkpoint_dir"), identifier, directory, None, None)
+
     def _base_dir(self, checkpoint_dir: str) -> Path:
         for root in self._profile.model_roots:
-            directory = (root / checkpoint_dir).resolve()
-            if directory.is_relative_to(root.resolve()) and directory.is_dir():
-                return directory
+            # A NUL or an overlong name is no directory either.
+            with contextlib.suppress(OSError, ValueError):
+                directory = (root / checkpoint_dir).resolve()
+                if directory.is_relative_to(root.resolve()) and directory.is_dir():
+                    return directory
         raise InvalidField(
-            f"{checkpoint_dir!r} is not a base-model directory under an allowed root (the provider's `model_roots`)",
+            f"{checkpoint_dir[:100]!r} is not a base-model directory under an allowed root "
+            "(the provider's `model_roots`)",
             param="checkpoint_dir",
         )
 
     def _check_dataset(self, dataset_id: str, request: SupervisedFineTuneRequest, field: str) -> DatasetRef:
-        """Resolve a data set and check what can be checked at once: all rows of a small one, else the first."""
+        """Resolve a data set and check what can be checked at once: all rows of a small one, else the first.
+
+        Raises:
+            DatasetNotFound, DataInvalid: with `training_config.data_config.<field>` as their param.
+        """
         assert request.training_config.data_config is not None  # _spec refused that
-        reference = self._datasets.reference(dataset_id)
-        reader = open_rows(_SOURCE.validate_python(reference.source), SourcePolicy.model_validate(reference.policy))
-        check_rows(reader, request.training_config.data_config.data_format)
+        try:
+            reference = self._datasets.reference(dataset_id)
+            reader = open_rows(_SOURCE.validate_python(reference.source), SourcePolicy.model_validate(reference.policy))
+            check_rows(reader, request.training_config.data_config.data_format)
+        except (DatasetNotFound, DataInvalid) as error:
+            error.param = f"training_config.data_config.{field}"
+            raise
         return reference
 
     def _status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
@@ -232,7 +260,7 @@ class JobService:
         )
 
     def _clean_partial(self, job_uuid: str) -> None:
-        clean_partial(self._home / "jobs" / folder_name(job_uuid) / "checkpoints")
+        clean_partial(checkpoints_root(self._home, job_uuid))
 
 
 def _hash(request: SupervisedFineTuneRequest) -> str:
@@ -253,4 +281,6 @@ def _checkpoint(row: CheckpointRow) -> Checkpoint:
 
 
 def _waiting_reason(position: int) -> str:
-    return f"{position} jobs are ahead in the queue" if position else "next: waits for the running job to end"
+    if position == 0:
+        return "next in the queue: starts as soon as the device is free"
+    return "1 job is ahead in the queue" if position == 1 else f"{position} jobs are ahead in the queue"

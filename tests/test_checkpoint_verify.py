@@ -20,7 +20,7 @@ from torch import Tensor
 from apis.errors import CheckpointUnverified, InvalidField, OutOfMemory
 from post_training.checkpoints import child, export, verify
 from post_training.checkpoints.layout import CheckpointWriter, Manifest
-from post_training.checkpoints.state import master_tensors, save_training_state
+from post_training.checkpoints.state import save_training_state
 from post_training.training.model import LoraSettings, ModelConfig
 from providers.torchtune.model import load_model
 from tests.torchtune_models import make_model
@@ -59,7 +59,7 @@ def checkpoint(
         export.write_adapter(writer.adapter, tensors, config, "base", base)
         if merged:
             export.merge(base, writer.adapter, writer.merged, merged)  # type: ignore[arg-type]
-        save_training_state(writer.training_state, master_tensors(masters), {"step": 5})
+        save_training_state(writer.training_state, {f"master.{name}": masters[name] for name in masters}, {"step": 5})
         manifest = Manifest(
             identifier="base-sft-job-0",
             job_uuid="job",

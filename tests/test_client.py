@@ -17,12 +17,14 @@ from typing import Any
 
 import httpx
 import pytest
+from pydantic import ValidationError
 
 from apis import errors
+from apis.datasets import RegisterDatasetRequest
 from apis.post_training import LoraFinetuningConfig, SupervisedFineTuneRequest, TrainingConfig
 from post_training.client import AsyncStackClient, StackClient
 from post_training.client import core as client_core
-from post_training.client.errors import ERRORS_BY_CODE, error_from_response
+from post_training.client.errors import error_from_response, invalid_request
 from tests.in_memory_stack import BASE_MODEL, DIVERGING_MODEL, STEPS, InMemoryStack, fault, running
 
 ROWS = [
@@ -312,10 +314,20 @@ def test_a_request_that_does_not_fit_is_refused_by_field_before_it_is_sent(stack
     assert stack.requests == []
 
 
+def test_a_fault_inside_a_tagged_union_is_named_without_the_tag():
+    request = {"dataset_id": "d", "source": {"type": "uri", "uri": 5}, "purpose": "post-training/messages"}
+    with pytest.raises(ValidationError) as fault:
+        RegisterDatasetRequest.model_validate(request)
+    assert fault.value.errors()[0]["loc"] == ("source", "uri", "uri")
+    assert invalid_request(fault.value, request).param == "source.uri"
+
+
 def test_every_code_of_the_tree_comes_back_as_its_class(kind: str, stack: InMemoryStack):
-    assert ERRORS_BY_CODE["non_finite_loss"] is errors.NonFiniteLoss
+    classes = {cls.code: cls for cls in errors.error_classes()}
+    assert classes["non_finite_loss"] is errors.NonFiniteLoss
+    assert len(classes) == len(list(errors.error_classes()))
     with connected(kind, stack.url, max_retries=0) as session:
-        for code, cls in ERRORS_BY_CODE.items():
+        for code, cls in classes.items():
             stack.faults.append(fault(cls.http_status, {"error": {"code": code, "message": f"because {code}"}}))
             with pytest.raises(errors.PostgradError, match=f"because {code}") as caught:
                 session.do(lambda client: client.inspect.health())
@@ -361,7 +373,9 @@ def test_fields_of_a_newer_server_are_left_out(stack: InMemoryStack, session: Se
     known = {"identifier": "d", "provider_resource_id": "d", "provider_id": "p", "purpose": "eval/messages-answer"}
     stack.faults.append(fault(200, {"data": [{**known, "source": source, "size": 3}], "next": None}))
     datasets = session.do(lambda client: client.datasets.list())
-    assert datasets[0].model_dump(exclude={"metadata", "type", "source"}) == known
+    read = datasets[0].model_dump()
+    assert known.items() <= read.items()
+    assert "size" not in read
     assert datasets[0].source.model_dump() == {"type": "rows", "rows": []}
 
 

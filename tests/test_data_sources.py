@@ -9,6 +9,8 @@ import json
 import os
 import subprocess
 import sys
+import textwrap
+import time
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from apis.datasets.models import DataSource, RowsDataSource, URIDataSource
-from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge
+from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge, Unavailable
+from post_training.data import sources
 from post_training.data.records import encode_rows, parse_json_lines
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.worker.hf_sources import parse_hub_uri, read_hub_rows, read_rows
@@ -244,6 +247,27 @@ def test_a_large_file_is_streamed_not_loaded(tmp_path: Path):
         next(rows)
 
 
+def test_a_json_array_too_large_to_read_at_once_is_refused_with_the_remedy(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    content = json.dumps(ROWS).encode()
+    monkeypatch.setattr("post_training.data.records.MAX_ARRAY_BYTES", len(content))
+    assert read_file(tmp_path, "fits.json", content) == ROWS
+    with pytest.raises(DataInvalid, match="save the rows as JSON lines"):
+        read_file(tmp_path, "large.json", content + b" ")
+    assert read_file(tmp_path, "lines.json", JSONL * 2) == ROWS * 2
+
+
+def test_a_row_too_deep_for_an_answer_is_refused(tmp_path: Path):
+    for name, row in (("list", "[" * 300 + "]" * 300), ("object", '{"b":' * 300 + "1" + "}" * 300)):
+        with pytest.raises(DataInvalid, match="row 1: is nested too deeply"):
+            read_file(tmp_path, f"{name}.jsonl", f'{{"a": 1}}\n{{"a": {row}}}\n'.encode())
+    with pytest.raises(DataInvalid, match=r"row 0: .* nested too deeply"):
+        encode_rows([json.loads('{"a": ' + "[" * 300 + "]" * 300 + "}")])
+    wide = {"a": [[1]] * 300}
+    assert read_file(tmp_path, "wide.jsonl", json.dumps(wide).encode()) == [wide]
+
+
 def test_a_snapshot_of_a_growing_rows_file_keeps_its_rows(tmp_path: Path):
     path = tmp_path / "rows.jsonl"
     path.write_bytes(JSONL)
@@ -261,6 +285,83 @@ def test_the_hub_is_read_by_a_process_whose_refusal_arrives_as_ours(monkeypatch:
     error = refusal("huggingface://datasets/org/name?data_files=/etc/passwd", allow_hub=True)
     assert isinstance(error, InvalidField)
     assert "'data_files' is not an option" in error.message
+
+
+def hub_program(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> None:
+    """Have `code` run in place of the hub's reader, which would need the hub."""
+    (folder / "stands_in_for_the_hub.py").write_text(textwrap.dedent(code))
+    monkeypatch.setenv("PYTHONPATH", str(folder))
+    monkeypatch.setattr(sources, "HUB_MODULE", "stands_in_for_the_hub")
+
+
+HUB = "huggingface://datasets/org/name"
+
+
+def test_a_hub_that_keeps_a_request_waiting_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hub_program(tmp_path, monkeypatch, """print('{"n": 0}', flush=True); import time; time.sleep(60)""")
+    monkeypatch.setattr(sources, "HUB_SECONDS", 2.0)
+    rows = iter(open_rows(URIDataSource(uri=HUB), SourcePolicy(allow_hub=True)))
+    assert next(rows) == {"n": 0}
+    began = time.monotonic()
+    with pytest.raises(Unavailable, match="took longer than 2 s"):
+        next(rows)
+    assert time.monotonic() - began < 10
+
+
+def test_rows_of_the_hub_arrive_whole_whatever_the_pieces_and_get_no_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    code = """
+        import json, sys
+        assert sys.stdin.read() == ""
+        assert sys.argv[1:] == ["--uri=huggingface://datasets/org/name"]
+        for n in range(3000):
+            print(json.dumps({"n": n, "long": "x" * (200_000 if n == 7 else 1)}))
+    """
+    hub_program(tmp_path, monkeypatch, code)
+    rows = list(open_rows(URIDataSource(uri=HUB), SourcePolicy(allow_hub=True)))
+    assert [row["n"] for row in rows] == list(range(3000))
+    assert len(rows[7]["long"]) == 200_000
+
+
+def test_a_reader_of_the_hub_that_breaks_off_inside_a_row_is_not_the_datas_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hub_program(tmp_path, monkeypatch, """print('{"n": 0}\\n{"n', end="", flush=True); import os; os.abort()""")
+    with pytest.raises(Unavailable, match="broke off"):
+        list(open_rows(URIDataSource(uri=HUB), SourcePolicy(allow_hub=True)))
+
+
+def test_the_hubs_reader_ends_with_the_process_that_wants_the_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    hub_program(tmp_path, monkeypatch, """
+        import json, os, time
+        print(json.dumps({"pid": os.getpid()}), flush=True)
+        time.sleep(60)
+    """)  # fmt: skip
+    code = """
+        import os, signal
+        from apis.datasets.models import URIDataSource
+        from post_training.data import sources
+        sources.HUB_MODULE = "stands_in_for_the_hub"
+        policy = sources.SourcePolicy(allow_hub=True)
+        rows = iter(sources.open_rows(URIDataSource(uri="huggingface://datasets/org/name"), policy))
+        print(next(rows)["pid"], flush=True)
+        os.kill(os.getpid(), signal.SIGKILL)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(code)]
+    pid = int(subprocess.run(command, capture_output=True, text=True, check=False).stdout)
+    deadline = time.monotonic() + 10
+    while running(pid):
+        assert time.monotonic() < deadline, "it still runs"
+        time.sleep(0.02)
+
+
+def running(pid: int) -> bool:
+    try:
+        # The third field; a process that ended and that nobody has asked about yet is a Z.
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
 
 
 def test_a_local_folder_reads_through_the_datasets_library(tmp_path: Path):

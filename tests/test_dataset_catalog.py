@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import errno
 import json
 import subprocess
 import sys
@@ -14,14 +15,18 @@ from typing import Any
 import pytest
 
 from apis.datasets import Dataset, DatasetIO, DatasetPurpose, RegisterDatasetRequest, RowsDataSource, URIDataSource
-from apis.errors import Conflict, DataInvalid, DatasetNotFound, InvalidField, TooLarge
+from apis.errors import Conflict, DataInvalid, DatasetNotFound, DiskFull, InvalidField, TooLarge
+from post_training.catalog import datasets as catalog_datasets
 from post_training.catalog.datasets import DatasetCatalog
+from post_training.catalog.models import ModelCatalog
 from post_training.catalog.naming import MAX_FOLDER_NAME, folder_name
+from post_training.data.records import encode_rows
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.jobs.database import Database
 from post_training.jobs.spec import DatasetRef
 from providers.localfs.config import LocalFSConfig
-from providers.localfs.provider import LocalFiles
+from providers.localfs.provider import LocalFiles, get_provider_impl
+from providers.spec import ProviderDeps
 
 ROWS = [{"prompt": "one", "completion": "eins"}, {"prompt": "two", "completion": "zwei"}]
 
@@ -190,6 +195,81 @@ async def test_appended_rows_outlive_the_process_and_change_no_earlier_reference
     with pytest.raises(DataInvalid, match="row 1: has no JSON form"):
         await reopened.append_rows("d1", [{"a": 1}, {"a": float("inf")}])
     assert len(read(reopened.reference("d1"))) == 3
+
+
+async def test_of_many_inline_rows_the_first_are_embedded_and_iterrows_has_them_all(catalog: DatasetCatalog):
+    rows = [{"n": n, "text": "x" * 1000} for n in range(1500)]
+    for dataset in (await catalog.register_dataset(rows_request(rows)), await catalog.get_dataset("d1")):
+        assert isinstance(dataset.source, RowsDataSource)
+        assert dataset.source_truncated
+        assert dataset.source.rows == rows[: len(dataset.source.rows)]
+        assert 2**20 - 1100 < len(encode_rows(dataset.source.rows)) <= 2**20
+    assert (await catalog.iterrows("d1")).data == rows
+    assert not (await catalog.register_dataset(rows_request(ROWS, "small"))).source_truncated
+
+
+async def test_an_answer_of_rows_is_bounded_and_the_next_goes_on_behind_it(
+    catalog: DatasetCatalog, monkeypatch: pytest.MonkeyPatch
+):
+    rows = [{"n": n} for n in range(9)] + [{"long": "x" * 100}]
+    monkeypatch.setattr(catalog_datasets, "PAGE_BYTES", len(encode_rows(rows[:4])))
+    await catalog.register_dataset(rows_request(rows))
+    seen: list[dict[str, Any]] = []
+    sizes = []
+    more = True
+    while more:
+        page = await catalog.iterrows("d1", len(seen))
+        seen, more = seen + page.data, page.has_more
+        sizes.append(len(page.data))
+    assert (seen, sizes) == (rows, [4, 4, 1, 1])
+
+
+async def test_a_full_disk_is_named_and_leaves_nothing_half_written(
+    catalog: DatasetCatalog, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    await catalog.register_dataset(rows_request(ROWS))
+    before = files(tmp_path)
+
+    def full(descriptor: int, content: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr("post_training.catalog.datasets.os.write", full)
+        with pytest.raises(DiskFull, match=r"rows of data set 'd2'.*free some space"):
+            await catalog.register_dataset(rows_request(ROWS, "d2"))
+        with pytest.raises(DiskFull, match="rows of data set 'd1'"):
+            await catalog.append_rows("d1", ROWS)
+    assert files(tmp_path) == before
+    assert (await catalog.iterrows("d1")).data == ROWS
+    assert [dataset.identifier for dataset in (await catalog.list_datasets()).data] == ["d1"]
+
+
+async def test_a_data_set_is_read_by_the_provider_that_was_asked_for(catalog: DatasetCatalog, tmp_path: Path):
+    other = LocalFiles("other", LocalFSConfig(), [tmp_path / "elsewhere"])
+    catalog.attach_sources([LocalFiles("localfs", LocalFSConfig(), [tmp_path / "data"]), other])
+    assert (await catalog.register_dataset(rows_request(ROWS), provider_id="other")).provider_id == "other"
+    assert (await catalog.register_dataset(rows_request(ROWS))).provider_id == "other"
+    with pytest.raises(Conflict, match="or provider"):
+        await catalog.register_dataset(rows_request(ROWS), provider_id="localfs")
+    with pytest.raises(InvalidField, match="no datasetio provider 'torchtune' is configured; there is localfs, other"):
+        await catalog.register_dataset(rows_request(ROWS, "d2"), provider_id="torchtune")
+
+
+async def test_files_beside_the_server_are_not_read_unless_a_root_says_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    (tmp_path / "home" / "data").mkdir(parents=True)
+    (tmp_path / "private.jsonl").write_text('{"a": 1}\n')
+    (tmp_path / "home" / "data" / "public.jsonl").write_text('{"a": 1}\n')
+    monkeypatch.chdir(tmp_path)
+    database = Database("sqlite://")
+    catalogs = ModelCatalog(database, tmp_path), DatasetCatalog(database, tmp_path)
+    deps = ProviderDeps("localfs", tmp_path / "home", database, *catalogs, {})
+    policy = SourcePolicy.model_validate((await get_provider_impl(LocalFSConfig(), deps)).source_policy())
+    assert list(open_rows(URIDataSource(uri="public.jsonl"), policy)) == [{"a": 1}]
+    for name in ("private.jsonl", str(tmp_path / "private.jsonl")):
+        with pytest.raises((DataInvalid, InvalidField)):
+            open_rows(URIDataSource(uri=name), policy)
 
 
 async def test_a_torn_append_is_invisible_and_the_next_one_replaces_it(catalog: DatasetCatalog, tmp_path: Path):

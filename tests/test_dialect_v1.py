@@ -54,14 +54,17 @@ def test_a_real_checkpoint_dir_is_kept():
         ({}, LoraFinetuningConfig),
         ('{"rank": 8}', LoraFinetuningConfig),
         ({"quantizer_name": "int8", "group_size": 32}, QATFinetuningConfig),
-        (None, LoraFinetuningConfig),
-        ("", LoraFinetuningConfig),
-        ("null", LoraFinetuningConfig),
     ],
 )
 def test_an_algorithm_without_its_type_is_told_by_its_fields(algorithm: object, kind: type):
     body = translate_supervised_fine_tune({"job_uuid": "j", "algorithm_config": algorithm})
     assert isinstance(SupervisedFineTuneRequest.model_validate(body).algorithm_config, kind)
+
+
+@pytest.mark.parametrize("algorithm", [None, "", "null"])
+def test_an_algorithm_that_means_none_is_left_to_the_provider(algorithm: str | None):
+    body = translate_supervised_fine_tune({"job_uuid": "j", "algorithm_config": algorithm})
+    assert SupervisedFineTuneRequest.model_validate(body).algorithm_config is None
 
 
 @pytest.mark.parametrize("field", ["training_config", "algorithm_config"])

@@ -156,6 +156,16 @@ def test_an_adapter_of_other_shapes_is_refused(tiny: Tiny, tmp_path: Path):
         ask(make_engine(), tiny.files().model_copy(update={"adapter_dir": folder}))
 
 
+def test_a_model_whose_template_is_missing_stays_loaded(tmp_path: Path):
+    files = ModelFiles(identifier="plain", weights_dir=save_tiny_llama(tmp_path, chat_template=None))
+    engine = make_engine()
+    list(engine.generate(GenerateRequest(model=files, sampling=GREEDY, prompt="The"), lambda: False))
+    (loaded,) = engine._models.values()
+    with pytest.raises(ModelInvalid, match="no chat template"):
+        ask(engine, files)
+    assert list(engine._models.values()) == [loaded]
+
+
 def test_a_base_that_lacks_a_weight_is_refused(tiny: Tiny, tmp_path: Path):
     folder = tmp_path / "base"
     shutil.copytree(tiny.base, folder)

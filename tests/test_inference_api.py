@@ -27,14 +27,16 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from pydantic import ValidationError
 
-from apis.errors import PostgradError
+from apis.errors import PostgradError, Unavailable
 from apis.inference import ChatCompletionRequest, CompletionRequest, Inference
 from apis.inference.routes import create_router
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
 from post_training.jobs.database import Database
+from providers.inference.channel import WorkerProcess
 from providers.inference.config import TransformersInferenceConfig
 from providers.inference.provider import TransformersInference, get_provider_impl
+from providers.inference.wire import GenerateRequest, ModelFiles
 from providers.spec import ProviderDeps
 from tests.tiny_llama import CONTEXT, save_random_adapter, save_tiny_llama
 
@@ -456,6 +458,30 @@ def test_a_worker_ends_when_its_server_is_killed():
         assert is_running(pid)
         server.kill()
     until(lambda: not is_running(pid))
+
+
+@pytest.mark.parametrize("line", [b"no JSON", b"[]", b'{"generate": {}}', b"\xff"])
+def test_a_worker_that_is_sent_something_unreadable_ends(line: bytes):
+    code = "import time, sys; from providers.inference.worker import Inbox; Inbox(sys.stdin.buffer); time.sleep(30)"
+    with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stderr=subprocess.PIPE) as worker:
+        assert worker.stdin is not None
+        worker.stdin.write(line + b"\n")
+        worker.stdin.flush()
+        assert worker.wait(20) == 1
+
+
+@pytest.mark.parametrize("line", ["no JSON", "[]", '{"text": "no number"}', '{"id": 1}', '{"id": 1, "done": {}}'])
+async def test_a_worker_that_says_something_unreadable_is_stopped_and_its_request_fails(
+    line: str, monkeypatch: pytest.MonkeyPatch
+):
+    script = f"import sys, time; sys.stdin.readline(); print({line!r}, flush=True); time.sleep(30)"
+    monkeypatch.setattr("providers.inference.channel.python_module", lambda _: [sys.executable, "-c", script])
+    worker = await WorkerProcess.start(TransformersInferenceConfig.model_validate({}), lambda: None)
+    request = GenerateRequest(model=ModelFiles(identifier="m", weights_dir=Path()), prompt="x")
+    with pytest.raises(Unavailable, match="worker was killed by SIGKILL"):
+        async with asyncio.timeout(20):
+            [event async for event in worker.generate(request)]
+    assert worker.closed
 
 
 async def test_a_worker_that_cannot_start_is_a_503_that_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

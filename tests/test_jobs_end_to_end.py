@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -17,9 +18,10 @@ import httpx
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from apis.errors import InvalidField
 from apis.post_training.models import JobStatus, PostTrainingJobStatusResponse
 from post_training.catalog.importing import import_model
 from post_training.client import StackClient
@@ -248,22 +250,41 @@ def test_rows_without_a_supervised_token_fail_the_job_before_a_step(client: Stac
     assert not status.checkpoints
 
 
-def test_a_loss_that_diverges_fails_the_job_and_leaves_no_checkpoint(client: StackClient):
-    submit(client, "diverges", 80, n_epochs=1, optimizer_config={"lr": 10, "optimizer_type": "sgd"}, max_grad_norm=None)
-    status = client.post_training.wait("diverges", timeout=120)
-    # Plain SGD at rate 10 without clipping blows up; whatever it reached, nothing that is not finite is ever saved.
-    if status.status is JobStatus.failed:
-        assert status.error is not None
-        assert status.error.code in ("non_finite_loss", "checkpoint_unverified")
-        assert not status.checkpoints
-    else:
-        assert all(c.training_metrics and c.training_metrics.train_loss < 1e30 for c in status.checkpoints)
+def test_a_run_without_one_finite_step_fails_and_leaves_no_checkpoint(client: StackClient, home: Path, tiny: Path):
+    # A base whose last norm is enormous: the network is sound, its loss overflows at every step.
+    broken = shutil.copytree(tiny, home.parent / "broken")
+    weights = load_file(broken / "model.safetensors")
+    weights["model.norm.weight"] = torch.full_like(weights["model.norm.weight"], 3e38)
+    save_file(weights, broken / "model.safetensors", {"format": "pt"})
+    import_model(str(broken), "broken", home)
+    client.datasets.register({"type": "rows", "rows": rows(80)}, dataset_id="overflow")
+    client.post_training.supervised_fine_tune(**{**request("overflow", "overflow"), "model": "broken"})
+    status = client.post_training.wait("overflow", timeout=120)
+    assert status.status is JobStatus.failed
+    assert status.error is not None
+    assert status.error.code == "non_finite_loss"
+    assert status.progress is not None
+    assert status.progress.skipped_steps == 10
+    assert not status.checkpoints
+
+
+def test_a_base_model_is_trained_by_its_directory(client: StackClient):
+    client.datasets.register({"type": "rows", "rows": rows(4)}, dataset_id="by-directory")
+    body = {**request("by-directory", "by-directory", n_epochs=1), "model": None, "checkpoint_dir": "tiny"}
+    client.post_training.supervised_fine_tune(**body)
+    status = client.post_training.wait("by-directory", timeout=120)
+    assert status.status is JobStatus.completed, status.error
+    assert status.checkpoints[0].identifier == "tiny-sft-by-directory-0"
+    with pytest.raises(InvalidField, match="lies elsewhere"):
+        client.post_training.supervised_fine_tune(
+            **{**request("mixed", "by-directory"), "model": "tiny-sft-by-directory-0", "checkpoint_dir": "tiny"}
+        )
 
 
 def test_fewer_rows_than_a_batch_still_make_a_step(client: StackClient):
     submit(client, "small", 3, n_epochs=1, data_config={"batch_size": 64})
     status = client.post_training.wait("small", timeout=120)
-    assert status.status is JobStatus.completed
+    assert status.status is JobStatus.completed, status.error
     assert status.progress is not None
     assert status.progress.step == 1
 
@@ -332,7 +353,8 @@ def test_the_command_line_trains_a_file_follows_it_and_lists_what_came_of_it(cli
 def test_meta_format_boots_with_one_warning_and_means_adapter_and_merged(tmp_path: Path):
     run_yaml = tmp_path / "run.yaml"
     run_yaml.write_text(
-        "version: 2\nimage_name: old\napis: [post_training]\nproviders:\n  post_training:\n"
+        "version: 2\nimage_name: old\napis: [post_training, datasetio]\nproviders:\n"
+        "  datasetio: [{provider_id: localfs, provider_type: 'inline::localfs'}]\n  post_training:\n"
         "  - {provider_id: tt, provider_type: 'inline::torchtune', config: {checkpoint_format: meta}}\n"
     )
     log = tmp_path / "log"

@@ -17,7 +17,7 @@ from apis.errors import CheckpointUnverified, Conflict, InvalidField, ModelInval
 from apis.models import Models, RegisterModelRequest
 from post_training.catalog.aliases import hub_id, same_model
 from post_training.catalog.exporting import export_merged
-from post_training.catalog.folders import imported_folder
+from post_training.catalog.folders import RECORD, imported_folder, write_record
 from post_training.catalog.importing import check_model, import_model
 from post_training.catalog.models import ModelCatalog, checkpoint_identifier
 from post_training.catalog.naming import MAX_FOLDER_NAME, folder_name
@@ -276,6 +276,29 @@ def test_the_same_job_may_record_a_checkpoint_again_and_another_may_not(catalog:
         catalog.resolve("base-sft-j-0")
 
 
+@pytest.mark.parametrize("name", ["base-sft-99999999999999999999", "base-sft-²", "base" + "-sft-0" * 20_000])
+def test_a_name_with_an_impossible_epoch_is_just_not_found(catalog: ModelCatalog, tmp_path: Path, name: str):
+    imported(catalog, tmp_path, "base")
+    with pytest.raises(ModelNotFound):
+        catalog.resolve(name)
+
+
+async def test_a_half_made_or_broken_import_is_no_model_and_hides_no_other(
+    catalog: ModelCatalog, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    import_model(str(model_folder(tmp_path / "source")), "good", catalog.home)
+    half = model_folder(catalog.home / "models" / ".half.tmp-1-abcd")
+    write_record(half, "half")
+    for number, content in enumerate((b"", b"{", b"\xff", b"[]", b'{"model_id": 7}', b'{"model_id": "../up"}')):
+        broken = model_folder(catalog.home / "models" / f"broken{number}")
+        (broken / RECORD).write_bytes(content)
+    (catalog.home / "models" / "folder" / RECORD).mkdir(parents=True)
+    assert [model.identifier for model in (await catalog.list_models()).data] == ["good"]
+    assert "broken0" in caplog.text
+    with pytest.raises(ModelNotFound):
+        catalog.resolve("half")
+
+
 # -- the models API --------------------------------------------------------------------------------------------------
 
 
@@ -389,6 +412,25 @@ def test_importing_the_same_again_is_a_no_op_and_other_content_a_conflict(catalo
         import_model(str(same), "m", catalog.home, catalog.database)
 
 
+def test_saving_the_source_again_in_place_does_not_change_the_import(home: Path, tmp_path: Path):
+    source = model_folder(tmp_path / "m")
+    import_model(str(source), None, home)
+    held = imported_folder(home, "m") / "model.safetensors"
+    before = held.read_bytes()
+    with (source / "model.safetensors").open("r+b") as file:
+        file.seek(-4, os.SEEK_END)
+        file.write(b"\x01\x02\x03\x04")
+    assert held.read_bytes() == before != (source / "model.safetensors").read_bytes()
+
+
+def test_a_single_file_stands_before_an_index_as_transformers_has_it(home: Path, tmp_path: Path):
+    source = sharded(tmp_path / "m")
+    safetensors(source / "model.safetensors", {"a": [1.0]})
+    import_model(str(source), None, home)
+    held = [path.name for path in imported_folder(home, "m").iterdir() if path.name.startswith("model")]
+    assert held == ["model.safetensors"]
+
+
 def _truncate(folder: Path) -> None:
     path = folder / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-4])
@@ -409,16 +451,16 @@ def _meta_format(folder: Path) -> None:
     ("spoil", "message"),
     [
         (lambda f: (f / "config.json").unlink(), "has no config.json: point at the folder"),
-        (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
-        (lambda f: (f / "config.json").write_text("[]"), "is not a JSON object"),
+        (lambda f: (f / "config.json").write_text("{"), "config.json cannot be read as JSON"),
+        (lambda f: (f / "config.json").write_text("[]"), "config.json is not a JSON object"),
         (lambda f: (f / "config.json").write_text("{}"), "names no model_type"),
         (lambda f: (f / "tokenizer.json").unlink(), "has no tokenizer.json: save"),
-        (lambda f: (f / "model.safetensors").unlink(), "the download is not complete"),
+        (lambda f: (f / "model.safetensors").unlink(), "neither model.safetensors nor .*point at the folder"),
         (lambda f: (f / "model.safetensors").write_bytes(b"\x80\x04pickle..."), "is no safetensors file"),
         (lambda f: (f / "model.safetensors").write_bytes(b""), "cut short"),
         (_truncate, "download it again"),
         (_only_pickle, "pickle .pytorch_model.bin., which can run code.*save_pretrained"),
-        (_meta_format, "Meta's format.*convert_llama_weights_to_hf"),
+        (_meta_format, "Meta's format.*get its Hugging Face form"),
         (lambda f: (f / "adapter_config.json").write_text("{}"), "holds an adapter"),
     ],
 )
@@ -433,7 +475,7 @@ def test_an_incomplete_model_is_refused_and_nothing_is_left(home: Path, tmp_path
 @pytest.mark.parametrize(
     ("spoil", "message"),
     [
-        (lambda f: (f / "model-2.safetensors").unlink(), "model-2.safetensors is missing"),
+        (lambda f: (f / "model-2.safetensors").unlink(), "model-2.safetensors, which .* names, is missing"),
         (lambda f: safetensors(f / "model-2.safetensors", {"c": [2.0]}), "model-2.safetensors lacks b"),
         (
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"a": "../m.safetensors"}}'),
@@ -450,7 +492,7 @@ def test_an_incomplete_set_of_shards_is_refused(tmp_path: Path, spoil, message: 
 
 
 def test_the_hub_is_not_asked_unless_allowed(home: Path):
-    with pytest.raises(ModelNotFound, match=f"may not fetch models from the hub: download {LLAMA} yourself"):
+    with pytest.raises(ModelNotFound, match=f"not fetched from the hub unasked: download {LLAMA} .*--allow-hub"):
         import_model(SKU, None, home)
     with pytest.raises(ModelNotFound, match="there is no folder 'nowhere', and it is no hub id"):
         import_model("nowhere", None, home, allow_hub=True)

@@ -205,6 +205,15 @@ def test_the_store_lies_in_the_state_folder_where_nothing_else_is_said(tmp_path:
     assert config.metadata_store.sqlalchemy_url(config.home) == "sqlite:////srv/pg/postgrad.db"
 
 
+def test_a_setting_of_the_store_without_effect_is_said_once(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    with caplog.at_level(logging.WARNING):
+        load(tmp_path, "metadata_store: {type: sqlite, namespace: a, table_name: b}")
+        load(tmp_path, "metadata_store: {type: sqlite, namespace: null}")
+    assert [record.getMessage().partition(": ")[2] for record in caplog.records] == [
+        "metadata_store: namespace and table_name have no effect: the tables' names are fixed"
+    ]
+
+
 def test_a_name_that_reads_as_a_number_stays_a_name(tmp_path: Path):
     assert load(tmp_path, "image_name: ${env.NAME}", NAME="2024").image_name == "2024"
 

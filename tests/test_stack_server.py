@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
+import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -17,6 +18,9 @@ import httpx
 import pytest
 import pytest_asyncio
 from pydantic import BaseModel
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
 
 from apis.common import Api
 from apis.errors import DataInvalid, JobNotFound, NotSupported, PortBusy, QueueFull, RunConfigInvalid, StackError
@@ -31,11 +35,13 @@ from apis.post_training import (
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
 )
-from distributions.middleware import hash_key
+from distributions import stack as stack_module
+from distributions.middleware import SMALL_BODY_BYTES, TranslateBody, hash_key
 from distributions.resolver import plan
 from distributions.run_config import StackRunConfig
 from distributions.server import bind, check_exposure, create_app
 from distributions.stack import Stack, build_stack
+from post_training.jobs import scheduler
 from providers.registry import BUILT_IN
 from providers.spec import ProviderDeps, ProviderSpec
 
@@ -222,6 +228,24 @@ async def test_inspection_tells_version_health_providers_and_routes(notes: Notes
     assert (await notes.http.get("/v1/providers/nobody")).status_code == 404
 
 
+async def test_a_stack_whose_store_is_broken_is_not_healthy(notes: Notes, tmp_path: Path):
+    notes.stack.database.close()
+    for file in (tmp_path / "home").glob("postgrad.db*"):
+        file.write_bytes(b"no store" * 1000)
+    answer = await notes.http.get("/v1/health")
+    assert (answer.status_code, answer.json()["error"]["code"]) == (503, "unavailable")
+    providers = (await notes.http.get("/v1/providers")).json()["data"]
+    assert [provider["health"] for provider in providers] == [{"status": "Error"}] * 2
+
+
+async def test_health_does_not_wait_for_a_store_that_hangs(notes: Notes, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("distributions.stack.STORE_ANSWER_SECONDS", 0.05)
+    monkeypatch.setattr("distributions.stack._reads", lambda database: time.sleep(1) or True)
+    began = time.monotonic()
+    assert (await notes.http.get("/v1/health")).status_code == 503
+    assert time.monotonic() - began < 0.8
+
+
 async def test_a_providers_secrets_are_not_shown(notes: Notes):
     assert (await notes.http.get("/v1/providers/notebook")).json()["config"] == {"api_key": "********"}
 
@@ -307,6 +331,64 @@ async def test_every_invalid_field_is_listed_with_its_place(notes: Notes):
     assert "3.25" not in answer.text
 
 
+DEEP: dict[str, Any] = {}
+for _ in range(300):
+    DEEP = {"in": DEEP}
+BAD_METADATA = ['{"x": "\\ud800"}', '{"\\udfff": 1}', '{"x": NaN}', '{"x": [1e999]}', json.dumps(DEEP)]
+
+
+@pytest.mark.parametrize("metadata", BAD_METADATA, ids=lambda text: text[:20])
+async def test_metadata_that_cannot_be_answered_is_refused_and_spoils_no_list(notes: Notes, metadata: str):
+    source = '{"type": "rows", "rows": [{"n": 1}]}'
+    headers = {"content-type": "application/json"}
+    for path, others in (("/v1/datasets", f'"dataset_id": "d", "source": {source}'), ("/v1/models", '"model_id": "m"')):
+        body = f'{{{others}, "metadata": {metadata}}}'
+        answer = await notes.http.post(path, content=body, headers=headers)
+        assert (answer.status_code, answer.json()["error"]["param"]) == (400, "metadata")
+        assert (await notes.http.get(path)).json()["data"] == []
+
+
+@pytest.mark.parametrize("field", ['"provider_id": "\\ud800"', '"provider_model_id": "\\ud800"', '"\\ud800": 1'])
+async def test_text_that_is_no_text_is_refused(notes: Notes, field: str):
+    headers = {"content-type": "application/json"}
+    answer = await notes.http.post("/v1/models", content=f'{{"model_id": "m", {field}}}', headers=headers)
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "invalid_field")
+
+
+@pytest.mark.parametrize("rows", ['[{"a": "\\ud800"}]', '[{"a": NaN}]', f'[{{"a": {json.dumps(DEEP)}}}]'])
+async def test_rows_that_cannot_be_answered_are_refused(notes: Notes, rows: str):
+    body = f'{{"dataset_id": "d", "source": {{"type": "rows", "rows": {rows}}}}}'
+    answer = await notes.http.post("/v1/datasets", content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.json()["error"]["code"]) == (400, "data_invalid")
+    assert (await notes.http.get("/v1/datasets")).json() == {"data": []}
+
+
+HUGE = "9" * 30
+
+
+@pytest.mark.parametrize(
+    ("path", "status"),
+    [
+        (f"/v1/datasetio/iterrows/d?start_index={HUGE}", 400),
+        (f"/v1/datasetio/iterrows/d?limit={HUGE}", 400),
+        ("/v1/datasetio/iterrows/d?start_index=-1", 400),
+        ("/v1/datasetio/iterrows/d?limit=-2", 400),
+        (f"/v1/datasetio/iterrows/d?start_index=1&limit={2**63 - 1}", 200),
+        (f"/v1/datasetio/iterrows/d?start_index={2**63 - 1}", 200),
+        (f"/v1/datasetio/rows?dataset_id=d&page_token={HUGE}", 400),
+        (f"/v1/datasetio/rows?dataset_id=d&page_token={HUGE * 200}", 400),
+        (f"/v1/datasetio/rows?dataset_id=d&rows_in_page={HUGE}", 400),
+        (f"/v1/post-training/jobs/x/logs?after={HUGE}", 400),
+        (f"/v1/models/tiny-sft-{HUGE}", 404),
+        ("/v1/models/tiny" + "-sft-0" * 5000, 404),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+async def test_a_number_beyond_all_bounds_is_the_clients_fault(notes: Notes, path: str, status: int):
+    await notes.http.post("/v1/datasets", json={"dataset_id": "d", "source": {"rows": [{"n": 0}, {"n": 1}]}})
+    assert (await notes.http.get(path)).status_code == status
+
+
 @pytest.mark.parametrize("body", [b"{", b"", b"\xff\xfe", b"[" * 100_000, b'"text"', b"null", b"[1]"])
 async def test_a_body_that_is_no_json_object_is_a_400(notes: Notes, body: bytes):
     answer = await notes.http.post(SUBMIT, content=body[:4000], headers={"content-type": "application/json"})
@@ -378,6 +460,23 @@ async def test_a_body_over_the_limit_is_413_whether_its_length_is_told_or_not(no
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
 
 
+async def test_a_large_body_is_translated_beside_the_event_loop():
+    threads = []
+
+    def translation(body: dict[str, Any]) -> dict[str, Any]:
+        threads.append(threading.get_ident())
+        return {**body, "translated": True}
+
+    async def echo(scope: Scope, receive: Receive, send: Send) -> None:
+        await Response(str(json.loads(await Request(scope, receive).body())["translated"]))(scope, receive, send)
+
+    app = TranslateBody(echo, {"/": translation})
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://stack") as http:
+        for size in (10, SMALL_BODY_BYTES):
+            assert (await http.post("/", json={"text": "x" * size})).text == "True"
+    assert threads[0] == threading.get_ident() != threads[1]
+
+
 # -- keys and addresses ----------------------------------------------------------------------------------------------
 
 
@@ -434,6 +533,21 @@ async def test_the_lifespan_starts_and_stops_the_providers_once(monkeypatch: pyt
     assert notebook.life == ["start", "shutdown"]
 
 
+async def test_a_listed_data_set_is_read_by_the_provider_it_names(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    providers = {
+        "post_training": [{"provider_id": "notebook", "provider_type": "inline::notebook"}],
+        "datasetio": [{"provider_id": name, "provider_type": "inline::localfs"} for name in ("first", "second")],
+    }
+    listed = [{"dataset_id": "d", "source": {"type": "rows", "rows": [{"n": 1}]}, "provider_id": "second"}]
+    for _ in range(2):
+        async with notes_of(monkeypatch, tmp_path / "home", None, datasets=listed, providers=providers) as notes:
+            assert (await notes.http.get("/v1/datasets/d")).json()["provider_id"] == "second"
+    listed[0]["provider_id"] = "notebook"
+    with pytest.raises(RunConfigInvalid, match=r"datasets\.0: "):
+        async with notes_of(monkeypatch, tmp_path / "home", None, datasets=listed, providers=providers):
+            pass
+
+
 async def test_listed_data_sets_are_registered_at_every_boot(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     source = {"type": "rows", "rows": [{"n": 1}]}
     listed = [{"dataset_id": "d", "source": source}, {"dataset_id": "e", "source": source, "provider_id": "elsewhere"}]
@@ -461,6 +575,11 @@ async def test_a_store_that_cannot_be_opened_is_named_without_its_password(
             pass
     assert "hush" not in caught.value.message
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_provider_may_take_as_long_to_shut_down_as_jobs_need():
+    # Once for the scheduler's thread and once for its workers.
+    assert 2 * scheduler.STOP_GRACE_SECONDS < stack_module.PROVIDER_SHUTDOWN_SECONDS
 
 
 async def test_a_provider_that_hangs_at_shutdown_does_not_keep_the_others_up(

@@ -10,16 +10,18 @@ from typing import Any
 
 import pytest
 import transformers
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from apis.errors import InvalidField, ModelInvalid, UnsupportedModel
 from apis.post_training.models import LoraFinetuningConfig
 from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter
 from providers.torchtune.architecture import RopeScaling
+from providers.torchtune.config import TorchtunePostTrainingConfig
 from providers.torchtune.families import check_lora, check_max_seq_len, describe
 from tests.torchtune_models import CONTEXT, MODELS, UNTIED, make_model
 
-ELSEWHERE = "use a provider that computes it, such as inline::huggingface"
+ELSEWHERE = "use a provider for Hugging Face models that computes it"
 
 
 @pytest.fixture(scope="module")
@@ -218,13 +220,13 @@ def _weights(path: Path) -> dict[str, Any]:
 def test_missing_weights_are_named(changed):
     path = changed("llama")
     (path / "model.safetensors").unlink()
-    with pytest.raises(ModelInvalid, match=r"no model\.safetensors"):
+    with pytest.raises(ModelInvalid, match=r"has neither model\.safetensors nor"):
         describe(path)
 
 
 @pytest.mark.parametrize(
     ("file", "remedy"),
-    [("pytorch_model.bin", "save_pretrained"), ("consolidated.00.pth", "convert_llama_weights_to_hf")],
+    [("pytorch_model.bin", "save_pretrained"), ("consolidated.00.pth", "get its Hugging Face form")],
 )
 def test_pickled_weights_are_refused_with_the_remedy(changed, file, remedy):
     path = changed("llama")
@@ -258,7 +260,7 @@ def test_a_file_that_is_cut_short_is_named(changed, keep):
     path = changed("llama")
     content = (path / "model.safetensors").read_bytes()
     (path / "model.safetensors").write_bytes(content[:keep])
-    with pytest.raises(ModelInvalid, match=r"model\.safetensors is damaged or incomplete"):
+    with pytest.raises(ModelInvalid, match=r"model\.safetensors .*download it again"):
         describe(path)
 
 
@@ -328,6 +330,12 @@ def test_an_adapter_can_be_checked_against_a_request_before_any_worker_starts(or
     check_adapter(tmp_path, architecture, shape)
     with pytest.raises(InvalidField, match="rank is 8, the request asks for 4"):
         check_adapter(tmp_path, architecture, AdapterShape.of_request(LoraFinetuningConfig(rank=4, alpha=16)))
+
+
+def test_a_queue_that_no_job_fits_in_cannot_be_configured():
+    assert TorchtunePostTrainingConfig.model_validate({"max_queued": 1}).max_queued == 1
+    with pytest.raises(ValidationError, match="max_queued"):
+        TorchtunePostTrainingConfig.model_validate({"max_queued": 0})
 
 
 def test_describing_a_model_needs_no_torch(originals):

@@ -18,9 +18,10 @@ from torch import Tensor
 
 from post_training.data.batching import flatten, micro_batches
 from post_training.data.types import TokenizedRow
+from post_training.training.interruption import Interrupted
 from post_training.training.model import LoraSettings, ModelConfig
 from post_training.training.optim import OptimSettings, learning_rate
-from post_training.training.trainer import Interrupted, Trainer
+from post_training.training.trainer import Trainer
 from providers.torchtune.model import load_model
 from tests.torchtune_models import VOCAB, make_model
 

@@ -1,5 +1,30 @@
 """The datasets API (with datasetio rows)."""
 
-from apis.datasets.models import *  # noqa: F403  the models are this package's public names
-from apis.datasets.protocol import DatasetIO as DatasetIO
-from apis.datasets.protocol import Datasets as Datasets
+from apis.datasets.models import (
+    AppendRowsRequest,
+    Dataset,
+    DatasetPurpose,
+    DataSource,
+    IterrowsResponse,
+    ListDatasetsResponse,
+    RegisterDatasetRequest,
+    Row,
+    RowsDataSource,
+    URIDataSource,
+)
+from apis.datasets.protocol import DatasetIO, Datasets
+
+__all__ = [
+    "AppendRowsRequest",
+    "DataSource",
+    "Dataset",
+    "DatasetIO",
+    "DatasetPurpose",
+    "Datasets",
+    "IterrowsResponse",
+    "ListDatasetsResponse",
+    "RegisterDatasetRequest",
+    "Row",
+    "RowsDataSource",
+    "URIDataSource",
+]

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from apis.common import Identifier, RequestModel, ResponseModel
+from apis.common import Identifier, JsonObject, RequestModel, ResponseModel
 
 Row = dict[str, Any]
 
@@ -36,7 +36,7 @@ DataSource = Annotated[URIDataSource | RowsDataSource, Field(discriminator="type
 class RegisterDatasetRequest(RequestModel):
     purpose: DatasetPurpose = DatasetPurpose.post_training_messages
     source: DataSource
-    metadata: dict[str, Any] | None = None
+    metadata: JsonObject | None = None
     dataset_id: Identifier | None = Field(default=None, description="null: dataset-<uuid4>")
 
 
@@ -47,6 +47,10 @@ class Dataset(ResponseModel):
     type: Literal["dataset"] = "dataset"
     purpose: DatasetPurpose
     source: DataSource
+    source_truncated: bool = Field(
+        default=False,
+        description="whether `source.rows` holds the first rows only; /datasetio/iterrows has all of them",
+    )
     metadata: dict[str, Any] = {}
 
 
@@ -59,6 +63,8 @@ class AppendRowsRequest(RequestModel):
 
 
 class IterrowsResponse(ResponseModel):
+    """One page of rows. `has_more` says whether rows follow it, also where no limit was asked for."""
+
     data: list[Row]
     has_more: bool
     url: str | None = None

@@ -26,7 +26,7 @@ class Datasets(Protocol):
     async def list_datasets(self) -> ListDatasetsResponse: ...
 
     async def get_dataset(self, dataset_id: str) -> Dataset:
-        """Raises DatasetNotFound."""
+        """The data set; of rows sent inline the first MiB, see `Dataset.source_truncated`. Raises DatasetNotFound."""
         ...
 
     async def unregister_dataset(self, dataset_id: str) -> None:
@@ -36,7 +36,14 @@ class Datasets(Protocol):
     async def iterrows(
         self, dataset_id: str, start_index: int | None = None, limit: int | None = None
     ) -> IterrowsResponse:
-        """Rows `[start_index, start_index + limit)`; a limit of None or -1 means to the end. Raises DatasetNotFound."""
+        """Rows `[start_index, start_index + limit)`; a limit of None or -1 means to the end.
+
+        One answer holds at most 64 MiB of rows; where `has_more` is true, ask again from the row after the last.
+
+        Raises:
+            DatasetNotFound: no such data set.
+            InvalidField: a negative or impossible number.
+        """
         ...
 
     async def append_rows(self, dataset_id: str, rows: list[Row]) -> None:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Response
+from fastapi import APIRouter, Query, Response
 
+from apis.common import MAX_INTEGER
 from apis.datasets.models import (
     AppendRowsRequest,
     Dataset,
@@ -35,7 +36,11 @@ def create_router(impl: Datasets) -> APIRouter:
         await impl.unregister_dataset(dataset_id)
 
     @router.get("/datasetio/iterrows/{dataset_id:path}")
-    async def iterrows(dataset_id: str, start_index: int | None = None, limit: int | None = None) -> IterrowsResponse:
+    async def iterrows(
+        dataset_id: str,
+        start_index: int | None = Query(None, ge=0, le=MAX_INTEGER),
+        limit: int | None = Query(None, ge=-1, le=MAX_INTEGER),
+    ) -> IterrowsResponse:
         return await impl.iterrows(dataset_id, start_index, limit)
 
     @router.post("/datasetio/append-rows/{dataset_id:path}", status_code=204, response_class=Response)

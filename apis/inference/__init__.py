@@ -1,4 +1,53 @@
 """The inference API: chat completions and completions, as OpenAI's clients speak them."""
 
-from apis.inference.models import *  # noqa: F403  the models are this package's public names
-from apis.inference.protocol import Inference as Inference
+from apis.inference.models import (
+    AnswerMessage,
+    ChatChoice,
+    ChatCompletion,
+    ChatCompletionChunk,
+    ChatCompletionRequest,
+    ChatMessage,
+    ChunkChoice,
+    Completion,
+    CompletionChoice,
+    CompletionRequest,
+    Delta,
+    FinishReason,
+    FunctionCall,
+    FunctionDefinition,
+    GenerationRequest,
+    ResponseFormat,
+    Role,
+    StreamOptions,
+    TextPart,
+    ToolCall,
+    ToolDefinition,
+    Usage,
+)
+from apis.inference.protocol import Inference
+
+__all__ = [
+    "AnswerMessage",
+    "ChatChoice",
+    "ChatCompletion",
+    "ChatCompletionChunk",
+    "ChatCompletionRequest",
+    "ChatMessage",
+    "ChunkChoice",
+    "Completion",
+    "CompletionChoice",
+    "CompletionRequest",
+    "Delta",
+    "FinishReason",
+    "FunctionCall",
+    "FunctionDefinition",
+    "GenerationRequest",
+    "Inference",
+    "ResponseFormat",
+    "Role",
+    "StreamOptions",
+    "TextPart",
+    "ToolCall",
+    "ToolDefinition",
+    "Usage",
+]

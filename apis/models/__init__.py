@@ -1,4 +1,17 @@
 """The models API."""
 
-from apis.models.models import *  # noqa: F403  the models are this package's public names
-from apis.models.protocol import Models as Models
+from apis.models.models import (
+    ListModelsResponse,
+    Model,
+    ModelType,
+    RegisterModelRequest,
+)
+from apis.models.protocol import Models
+
+__all__ = [
+    "ListModelsResponse",
+    "Model",
+    "ModelType",
+    "Models",
+    "RegisterModelRequest",
+]

@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from apis.common import Identifier, RequestModel, ResponseModel
+from apis.common import MAX_IDENTIFIER_LENGTH, Identifier, JsonObject, RequestModel, ResponseModel
 
 ModelType = Literal["llm", "embedding"]
 
 
 class RegisterModelRequest(RequestModel):
     model_id: Identifier
-    provider_model_id: str | None = Field(
+    provider_model_id: Annotated[str, Field(max_length=MAX_IDENTIFIER_LENGTH)] | None = Field(
         default=None, description="A registered model or checkpoint this id shall stand for; null: `model_id` itself"
     )
-    provider_id: str | None = None
-    metadata: dict[str, Any] | None = None
+    provider_id: Annotated[str, Field(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
+    metadata: JsonObject | None = None
     model_type: ModelType | None = "llm"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fastapi import APIRouter, Query, Response
 
+from apis.common import MAX_INTEGER
 from apis.post_training.models import (
     ListPostTrainingJobsResponse,
     PostTrainingJob,
@@ -46,7 +47,7 @@ def create_router(impl: PostTraining) -> APIRouter:
         await impl.cancel_job(job_uuid)
 
     @router.get("/jobs/{job_uuid:path}/logs")
-    async def get_job_logs(job_uuid: str, after: int = Query(0, ge=0)) -> PostTrainingJobLogStream:
+    async def get_job_logs(job_uuid: str, after: int = Query(0, ge=0, le=MAX_INTEGER)) -> PostTrainingJobLogStream:
         return await impl.get_job_logs(job_uuid, after)
 
     return router

@@ -12,7 +12,8 @@ from distributions.cli.groups import CommandGroup
 from distributions.cli.output import AsJson, connect, print_fields, print_json, print_table
 
 if TYPE_CHECKING:
-    from apis.datasets.models import Dataset
+    from apis.datasets.models import Dataset, IterrowsResponse
+    from post_training.client import StackClient
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
 
@@ -129,12 +130,23 @@ def rows(
     Example:
       postgrad datasets rows tickets --limit 5
     """
-    answer = connect(ctx).datasets.rows(dataset_id, start_index=start, limit=limit)
+    answer = _all_rows(connect(ctx), dataset_id, start, limit)
     if as_json:
         print_json(answer)
         return
     for row in answer.data:
         print(json.dumps(row, ensure_ascii=False))
+
+
+def _all_rows(client: StackClient, dataset_id: str, start: int, limit: int) -> IterrowsResponse:
+    """As one answer, however many the server takes to give that much."""
+    answer = client.datasets.rows(dataset_id, start_index=start, limit=limit)
+    data = answer.data
+    while answer.data and answer.has_more and (limit == -1 or len(data) < limit):
+        left = -1 if limit == -1 else limit - len(data)
+        answer = client.datasets.rows(dataset_id, start_index=start + len(data), limit=left)
+        data = [*data, *answer.data]
+    return answer.model_copy(update={"data": data})
 
 
 @app.command("append")

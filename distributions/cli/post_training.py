@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -11,7 +12,7 @@ from distributions.cli.groups import CommandGroup
 from distributions.cli.output import AsJson, connect, local_time, print_fields, print_json, print_table
 
 if TYPE_CHECKING:
-    from apis.post_training.models import PostTrainingJobStatusResponse
+    from apis.post_training.models import PostTrainingJobLogStream, PostTrainingJobStatusResponse
     from post_training.client import StackClient
 
 LOG_POLL_SECONDS = 1.0
@@ -305,18 +306,33 @@ def logs(
       postgrad post_training logs 1234 --follow
     """
     client, name = connect(ctx), _one_job(job, job_uuid)
+    pages = _log_pages(client, name, follow)
+    if as_json and not follow:
+        print_json(_joined(pages))
+        return
+    for page in pages:
+        if as_json:
+            print(page.model_dump_json(), flush=True)
+        elif page.log_lines:
+            print("\n".join(page.log_lines), flush=True)
+
+
+def _log_pages(client: StackClient, job_uuid: str, follow: bool) -> Iterator[PostTrainingJobLogStream]:
+    """Answers until one has no lines and, with `follow`, the job had ended before it was asked for."""
     after = 0
     while True:
         # The status is read before the lines, so that an ended job's last lines are not missed.
-        ended = not follow or client.post_training.status(name).status.terminal
-        answer = client.post_training.logs(name, after)
+        ended = not follow or client.post_training.status(job_uuid).status.terminal
+        answer = client.post_training.logs(job_uuid, after)
+        yield answer
         after = max(after, answer.next)
-        if as_json and follow:
-            print(answer.model_dump_json(), flush=True)
-        elif as_json:
-            print_json(answer)
-        elif answer.log_lines:
-            print("\n".join(answer.log_lines), flush=True)
-        if ended:
-            return
-        time.sleep(LOG_POLL_SECONDS)
+        if not answer.log_lines:
+            if ended:
+                return
+            time.sleep(LOG_POLL_SECONDS)
+
+
+def _joined(pages: Iterable[PostTrainingJobLogStream]) -> PostTrainingJobLogStream:
+    held = list(pages)
+    lines = [line for page in held for line in page.log_lines]
+    return held[-1].model_copy(update={"log_lines": lines})

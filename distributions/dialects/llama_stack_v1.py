@@ -13,7 +13,7 @@ from typing import Any
 from fastapi import APIRouter, Query, Response
 from pydantic import BaseModel
 
-from apis.common import Identifier, RequestModel
+from apis.common import MAX_INTEGER, Identifier, RequestModel
 from apis.datasets.models import Row
 from apis.datasets.protocol import Datasets
 from apis.errors import InvalidField
@@ -26,6 +26,7 @@ Body = dict[str, Any]
 
 _JSON_FIELDS = ("training_config", "algorithm_config")
 _VERSIONS = ("v1", "v1alpha", "v1beta")
+_MAX_TOKEN_DIGITS = 18  # below MAX_INTEGER whatever the digits
 
 
 def translate_supervised_fine_tune(body: Body) -> Body:
@@ -130,7 +131,7 @@ def create_rows_router(impl: Datasets) -> APIRouter:
     @router.get("/rows")
     async def get_rows(
         dataset_id: str = Query(),
-        rows_in_page: int = Query(-1, ge=-1),
+        rows_in_page: int = Query(-1, ge=-1, le=MAX_INTEGER),
         page_token: str | None = None,
         filter_condition: str | None = None,
     ) -> RowsPage:
@@ -151,7 +152,7 @@ def create_rows_router(impl: Datasets) -> APIRouter:
 def _page_start(token: str | None) -> int:
     if not token:
         return 0
-    if not (token.isascii() and token.isdigit()):
+    if not (token.isascii() and token.isdigit()) or len(token) > _MAX_TOKEN_DIGITS:
         raise InvalidField("page_token is the next_page_token of the page before", param="page_token")
     return int(token)
 

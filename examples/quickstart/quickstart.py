@@ -4,8 +4,8 @@
 
 Fetches SmolLM2-135M-Instruct, starts the stack of the template `experimental-post-training` on a free port, has the
 model turn 50 support messages into JSON, fine-tunes it with the `postgrad` command on 270 others, asks again, compares.
-Every figure is measured in the run. Everything it keeps lies in `.cache/quickstart`. Ends with exit code 1 where the
-tuned model gains less than 50 points.
+Every figure is measured in the run. Everything it keeps lies in `$POSTGRAD_HOME`, or `.cache/quickstart`. Ends with
+exit code 1 where the tuned model gains less than 50 points.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from server import TEMPLATE, postgrad, running_stack
 from apis.errors import JobFailure, PostgradError
 from post_training.client import StackClient
 
-HOME = CACHE / "quickstart"
+HOME = Path(os.environ.get("POSTGRAD_HOME") or CACHE / "quickstart").absolute()
 MODEL = "smollm2-135m-instruct"
 RECIPE = ["--epochs", "2", "--lr", "1e-3", "--rank", "16", "--alpha", "32", "--batch-size", "4"]
 EXAMPLES = 3

@@ -10,9 +10,11 @@ import hashlib
 import itertools
 import json
 import os
+import sys
 import threading
 import uuid
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
@@ -38,11 +40,14 @@ from apis.datasets.models import (
 from apis.datasets.protocol import DatasetIO
 from apis.errors import Conflict, DatasetNotFound, InvalidField, TooLarge
 from post_training.catalog.naming import folder_name
-from post_training.data.records import encode_rows
+from post_training.checkpoints.layout import disk_full, fsync
+from post_training.data.records import encode_row, encode_rows
 from post_training.data.sources import RowReader, SourcePolicy, is_inline_source, open_rows
 from post_training.jobs.database import Base, Database, UtcDateTime, now
 from post_training.jobs.spec import DatasetRef
 
+EMBEDDED_BYTES = 2**20
+PAGE_BYTES = 64 * 2**20
 _SMALL_BYTES = 2**20
 _SOURCE: TypeAdapter[DataSource] = TypeAdapter(DataSource)
 
@@ -76,9 +81,14 @@ class DatasetCatalog:
         """Set the providers of `datasetio`; for each data set the first that accepts its source is asked."""
         self._sources = {source.provider_id: source for source in sources}
 
-    async def register_dataset(self, request: RegisterDatasetRequest) -> Dataset:
-        """See `apis.datasets.Datasets`. A small source is read whole, of a large one the first row."""
-        return await anyio.to_thread.run_sync(self._register, request)
+    async def register_dataset(self, request: RegisterDatasetRequest, provider_id: str | None = None) -> Dataset:
+        """See `apis.datasets.Datasets`. A small source is read whole, of a large one the first row.
+
+        Args:
+            provider_id: the `datasetio` provider that shall read it. None: the one that the metadata names, else the
+                first that accepts the source.
+        """
+        return await anyio.to_thread.run_sync(self._register, request, provider_id)
 
     async def list_datasets(self) -> ListDatasetsResponse:
         """Every data set, oldest first. Inline rows are left out here; `get_dataset` has them."""
@@ -110,14 +120,14 @@ class DatasetCatalog:
 
     # -- in threads ----------------------------------------------------------------------------------------------
 
-    def _register(self, request: RegisterDatasetRequest) -> Dataset:
+    def _register(self, request: RegisterDatasetRequest, provider_id: str | None) -> Dataset:
         identifier = request.dataset_id or f"dataset-{uuid.uuid4()}"
         fingerprint = _fingerprint(request)
         with self._database.session() as session:
             found = session.get(DatasetRow, identifier)
         if found is not None:
-            return self._same_or_conflict(found, fingerprint)
-        provider = self._provider_for(request)
+            return self._same_or_conflict(found, fingerprint, provider_id)
+        provider = self._provider_for(request) if provider_id is None else self._provider(provider_id, "provider_id")
         reader = open_rows(request.source, SourcePolicy.model_validate(provider.source_policy()))
         row = DatasetRow(
             identifier=identifier,
@@ -147,10 +157,10 @@ class DatasetCatalog:
             raise
         return self._dataset(row)
 
-    def _same_or_conflict(self, row: DatasetRow, fingerprint: str) -> Dataset:
-        if row.fingerprint != fingerprint:
+    def _same_or_conflict(self, row: DatasetRow, fingerprint: str, provider_id: str | None = None) -> Dataset:
+        if row.fingerprint != fingerprint or provider_id not in (None, row.provider_id):
             raise Conflict(
-                f"the data set {row.identifier!r} is registered with another source, purpose or metadata: "
+                f"the data set {row.identifier!r} is registered with another source, purpose, metadata or provider: "
                 "unregister it first, or choose another id",
                 param="dataset_id",
             )
@@ -167,12 +177,12 @@ class DatasetCatalog:
         open_rows(request.source, SourcePolicy())
         raise InvalidField("no configured datasetio provider reads this source; add one in run.yaml", param="source")
 
-    def _provider(self, provider_id: object) -> DatasetIO:
+    def _provider(self, provider_id: object, param: str = "metadata.provider_id") -> DatasetIO:
         provider = self._sources.get(provider_id) if isinstance(provider_id, str) else None
         if provider is None:
             raise InvalidField(
                 f"no datasetio provider {provider_id!r} is configured; there is {', '.join(self._sources) or 'none'}",
-                param="metadata.provider_id",
+                param=param,
             )
         return provider
 
@@ -196,10 +206,11 @@ class DatasetCatalog:
         return self._dataset(self._find(dataset_id))
 
     def _dataset(self, row: DatasetRow) -> Dataset:
-        source = _SOURCE.validate_python(row.source)
+        source, truncated = _SOURCE.validate_python(row.source), False
         if isinstance(source, RowsDataSource):
-            source = RowsDataSource(rows=list(self._reader(row)))
-        return _dataset(row, source)
+            rows, truncated = _within(EMBEDDED_BYTES, iter(self._reader(row)))
+            source = RowsDataSource(rows=rows)
+        return _dataset(row, source, truncated)
 
     def _find(self, dataset_id: str) -> DatasetRow:
         with self._database.session() as session:
@@ -212,14 +223,14 @@ class DatasetCatalog:
         self._delete_rows(row.rows_file)
 
     def _iterrows(self, dataset_id: str, start: int, limit: int | None) -> IterrowsResponse:
-        if start < 0:
-            raise InvalidField(f"must be 0 or more, found {start}", param="start_index")
+        if not 0 <= start <= sys.maxsize:
+            raise InvalidField(f"must be 0 or more, and at most {sys.maxsize}, found {start}", param="start_index")
         if limit is not None and limit < -1:
             raise InvalidField(f"must be 0 or more, or -1 for all rows, found {limit}", param="limit")
-        stop = None if limit is None or limit == -1 else start + limit
+        stop = None if limit is None or limit == -1 else min(start + limit, sys.maxsize)
         rows = iter(self._reader(self._find(dataset_id)))
-        data = list(itertools.islice(rows, start, stop))
-        return IterrowsResponse(data=data, has_more=next(rows, None) is not None)
+        data, cut = _within(PAGE_BYTES, itertools.islice(rows, start, stop))
+        return IterrowsResponse(data=data, has_more=cut or next(rows, None) is not None)
 
     def _append(self, dataset_id: str, rows: list[Row]) -> None:
         content = encode_rows(rows)
@@ -232,14 +243,20 @@ class DatasetCatalog:
                     param="dataset_id",
                 )
             _check_size(len(content), self._policy(row))
-            _append_durably(self._home / row.rows_file, row.rows_bytes, content)
+            with _full_disk_named(dataset_id):
+                _append_durably(self._home / row.rows_file, row.rows_bytes, content)
             row.rows_bytes += len(content)
 
     def _store_rows(self, identifier: str, rows: Iterable[Row]) -> tuple[str, int]:
         content = encode_rows(rows)
         # A new name each time, so that a job of an earlier data set with this id never reads this one's rows.
         relative = Path("datasets", folder_name(identifier), f"{uuid.uuid4().hex}.jsonl")
-        _write_durably(self._home / relative, content)
+        try:
+            with _full_disk_named(identifier):
+                _write_durably(self._home / relative, content)
+        except BaseException:
+            self._delete_rows(str(relative))
+            raise
         return str(relative), len(content)
 
     def _delete_rows(self, rows_file: str | None) -> None:
@@ -247,7 +264,8 @@ class DatasetCatalog:
             return
         path = self._home / rows_file
         path.unlink(missing_ok=True)
-        if not any(path.parent.iterdir()):
+        _partial(path).unlink(missing_ok=True)
+        with suppress(OSError):  # other rows are in it
             path.parent.rmdir()
 
 
@@ -258,15 +276,28 @@ def _load(session: Session, dataset_id: str, *, lock: bool = False) -> DatasetRo
     return row
 
 
-def _dataset(row: DatasetRow, source: DataSource) -> Dataset:
+def _dataset(row: DatasetRow, source: DataSource, truncated: bool = False) -> Dataset:
     return Dataset(
         identifier=row.identifier,
         provider_resource_id=row.identifier,
         provider_id=row.provider_id,
         purpose=DatasetPurpose(row.purpose),
         source=source,
+        source_truncated=truncated,
         metadata=row.details,
     )
+
+
+def _within(limit: int, rows: Iterator[Row]) -> tuple[list[Row], bool]:
+    """Rows, at least one, until `limit` bytes of JSON lines are passed; and whether that cut any off."""
+    taken: list[Row] = []
+    size = 0
+    for number, row in enumerate(rows):
+        size += len(encode_row(row, number))
+        if size > limit and taken:
+            return taken, True
+        taken.append(row)
+    return taken, False
 
 
 def _slim(source: DataSource) -> dict[str, Any]:
@@ -299,14 +330,27 @@ def _check_size(size: int, policy: SourcePolicy) -> None:
         )
 
 
+@contextmanager
+def _full_disk_named(dataset_id: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if full := disk_full(error, f"the rows of data set {dataset_id!r}"):
+            raise full from error
+        raise
+
+
+def _partial(path: Path) -> Path:
+    return path.with_suffix(".partial")
+
+
 def _write_durably(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial_path = path.with_suffix(".partial")
-    with partial_path.open("wb") as file:
+    with _partial(path).open("wb") as file:
         _write_through(file.fileno(), content)
-    partial_path.rename(path)
+    _partial(path).rename(path)
     for folder in (path.parent, path.parent.parent):
-        _sync_folder(folder)
+        fsync(folder)
 
 
 def _append_durably(path: Path, size: int, content: bytes) -> None:
@@ -321,11 +365,3 @@ def _write_through(descriptor: int, content: bytes) -> None:
     while view:
         view = view[os.write(descriptor, view) :]
     os.fsync(descriptor)
-
-
-def _sync_folder(folder: Path) -> None:
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -6,7 +6,6 @@ python -m post_training.catalog.importing < request.json     (the download from 
 from __future__ import annotations
 
 import errno
-import json
 import os
 import re
 import secrets
@@ -19,16 +18,22 @@ from apis.common import check_identifier
 from apis.errors import Conflict, ModelInvalid, ModelNotFound, Unavailable
 from post_training.catalog.aliases import hub_id
 from post_training.catalog.folders import RECORD, imported_folder, write_record
+from post_training.catalog.model_files import (
+    CONFIG_FILE,
+    INDEX_FILE,
+    SINGLE_FILE,
+    read_json,
+    tensor_headers,
+    weight_files,
+)
 from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.child import run_child, serve_child
-from post_training.checkpoints.layout import PICKLE_SUFFIXES, disk_full, fsync, fsync_tree
+from post_training.checkpoints.layout import disk_full, fsync, fsync_tree
 from post_training.jobs.database import Database
 
 _HUB_ID = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*/[A-Za-z0-9][A-Za-z0-9._-]*")
 _TAKEN_SUFFIXES = frozenset({".json", ".jinja", ".txt", ".model", ".md"})
 _TAKEN_PREFIXES = ("LICENSE", "NOTICE", "USE_POLICY")
-_INDEX, _SINGLE = "model.safetensors.index.json", "model.safetensors"
-_MAX_HEADER_BYTES = 100 << 20  # the limit of the safetensors format itself
 _DOWNLOAD_SECONDS = 24 * 3600
 _CHUNK_BYTES = 1 << 20
 
@@ -38,7 +43,7 @@ def import_model(
 ) -> str:
     """Make a Hugging Face model directory (or, if allowed, a hub repository) a model of this home folder.
 
-    Weights are hard-linked where that is possible, everything else is copied. The same content again is a no-op.
+    Its files are copied, so that nothing done to the source later changes the model. The same content again is a no-op.
 
     Args:
         source: path of a directory, or a hub id or SKU name.
@@ -60,13 +65,13 @@ def import_model(
     files = check_model(directory)
     target = imported_folder(home, identifier)
     try:
-        if not target.exists():
-            _place(directory, files, target, identifier)
+        placed = not target.exists() and _place(directory, files, target, identifier)
     except OSError as error:
         if full := disk_full(error, f"model {identifier!r}"):
             raise full from error
         raise
-    _check_same(directory, files, target, identifier)
+    if not placed:
+        _check_same(directory, files, target, identifier)
     if database is not None:
         with database.session() as session:
             ModelCatalog(database, home).add_base(session, identifier, target, {})
@@ -79,22 +84,20 @@ def check_model(directory: Path) -> list[str]:
     Raises:
         ModelInvalid: naming the file, and what to do.
     """
-    if list(directory.glob("consolidated*.pth")) and not (directory / "config.json").is_file():
-        raise ModelInvalid(
-            f"{directory.name} is a model in Meta's format (consolidated.*.pth): convert it to Hugging Face format, "
-            "for Llama with `python -m transformers.models.llama.convert_llama_weights_to_hf`, and import the result"
-        )
     if (directory / "adapter_config.json").exists():
         raise ModelInvalid(
             f"{directory.name} holds an adapter (adapter_config.json), alone or beside a model: import the base model "
             "by itself"
         )
-    config = _read_json(directory, "config.json", "point at the folder that holds it")
+    weights = weight_files(directory)
+    config = read_json(directory / CONFIG_FILE, "point at the folder that holds it")
     if not config.get("model_type"):
-        raise ModelInvalid(f"{directory.name}/config.json names no model_type: it is no Hugging Face model")
-    _read_json(directory, "tokenizer.json", "save the model's fast tokenizer beside it with `save_pretrained`")
-    weights = _check_weights(directory)
-    return sorted({*weights, *(path.name for path in directory.iterdir() if _is_taken(path))})
+        raise ModelInvalid(f"{directory.name}/{CONFIG_FILE} names no model_type: it is no Hugging Face model")
+    read_json(directory / "tokenizer.json", "save the model's fast tokenizer beside it with `save_pretrained`")
+    tensor_headers(directory)
+    index = [] if weights == [directory / SINGLE_FILE] else [INDEX_FILE]
+    others = (path.name for path in directory.iterdir() if _is_taken(path))
+    return sorted({*index, *(path.name for path in weights), *others})
 
 
 def _locate(source: str, allow_hub: bool) -> tuple[Path, str]:
@@ -107,8 +110,8 @@ def _locate(source: str, allow_hub: bool) -> tuple[Path, str]:
         raise ModelNotFound(f"there is no folder {source!r}, and it is no hub id (owner/name) either")
     if not allow_hub:
         raise ModelNotFound(
-            f"there is no folder {source!r}, and this stack may not fetch models from the hub: download {hub} yourself "
-            "and import its folder, or allow the hub in the stack's configuration"
+            f"there is no folder {source!r}, and models are not fetched from the hub unasked: download {hub} yourself "
+            "and import its folder, or pass --allow-hub"
         )
     answer = run_child(
         "post_training.catalog.importing",
@@ -120,112 +123,31 @@ def _locate(source: str, allow_hub: bool) -> tuple[Path, str]:
     return Path(answer["directory"]), hub
 
 
-def _check_weights(directory: Path) -> list[str]:
-    """Names of the weight files, index included, after checking each against its header."""
-    if not (directory / _INDEX).is_file():
-        if not (directory / _SINGLE).is_file():
-            raise _no_weights(directory)
-        read_header(directory / _SINGLE)
-        return [_SINGLE]
-    weight_map = _read_json(directory, _INDEX, "download the model again").get("weight_map")
-    if not isinstance(weight_map, dict) or not weight_map:
-        raise ModelInvalid(f"{directory.name}/{_INDEX} has no weight_map: download the model again")
-    held = {file: read_header(_inside(directory, file)).keys() for file in sorted(set(weight_map.values()))}
-    for tensor, file in weight_map.items():
-        if tensor not in held[file]:
-            raise ModelInvalid(
-                f"{directory.name}/{file} lacks {tensor}, which {_INDEX} says it holds: download it again"
-            )
-    return [_INDEX, *held]
-
-
-def read_header(path: Path) -> dict[str, Any]:
-    """The tensors of a safetensors file by name (dtype, shape, data_offsets), without its data.
-
-    The format: 8 bytes, little-endian length n; n bytes of JSON; the data (huggingface/safetensors, README).
-
-    Raises:
-        ModelInvalid: the file is missing, damaged or cut short.
-    """
-    where = f"{path.parent.name}/{path.name}"
-    if not path.is_file():
-        raise ModelInvalid(f"{where} is missing: the download is not complete")
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        length = int.from_bytes(file.read(8), "little")
-        if length > min(size - 8, _MAX_HEADER_BYTES):
-            raise ModelInvalid(f"{where} is no safetensors file, or was cut short: download it again")
-        header = file.read(length)
-    try:
-        tensors = {name: entry for name, entry in json.loads(header).items() if name != "__metadata__"}
-        end = max((entry["data_offsets"][1] for entry in tensors.values()), default=0)
-    except (ValueError, AttributeError, KeyError, TypeError, IndexError) as error:
-        raise ModelInvalid(f"{where} has a damaged header: download it again") from error
-    if 8 + length + end != size:
-        raise ModelInvalid(f"{where} has {size} bytes, its header asks for {8 + length + end}: download it again")
-    return tensors
-
-
-def _no_weights(directory: Path) -> ModelInvalid:
-    pickles = sorted(path.name for path in directory.iterdir() if path.suffix in PICKLE_SUFFIXES)
-    if pickles:
-        return ModelInvalid(
-            f"{directory.name} has its weights as pickle ({pickles[0]}), which can run code and is never loaded: save "
-            "it again from transformers with `save_pretrained`, which writes safetensors"
-        )
-    return ModelInvalid(f"{directory.name} has neither {_SINGLE} nor {_INDEX}: the download is not complete")
-
-
-def _inside(directory: Path, file: object) -> Path:
-    if not isinstance(file, str) or Path(file).name != file or not file.endswith(".safetensors"):
-        raise ModelInvalid(f"{directory.name}/{_INDEX} names {file!r}, which is no safetensors file beside it")
-    return directory / file
-
-
 def _is_taken(path: Path) -> bool:
     wanted = path.suffix in _TAKEN_SUFFIXES or path.name.startswith(_TAKEN_PREFIXES)
     return wanted and path.is_file() and path.name != RECORD and not path.name.endswith(".index.json")
 
 
-def _read_json(directory: Path, name: str, remedy: str) -> dict[str, Any]:
-    try:
-        content = json.loads((directory / name).read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelInvalid(f"{directory.name} has no {name}: {remedy}") from None
-    except ValueError as error:
-        raise ModelInvalid(f"{directory.name}/{name} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise ModelInvalid(f"{directory.name}/{name} is not a JSON object: {remedy}")
-    return content
-
-
-def _place(directory: Path, files: list[str], target: Path, identifier: str) -> None:
-    """Copy into a temporary sibling, then rename; a concurrent import of the same id may win."""
+def _place(directory: Path, files: list[str], target: Path, identifier: str) -> bool:
+    """Copy into a temporary sibling, then rename; false where a concurrent import of the same id won."""
     target.parent.mkdir(parents=True, exist_ok=True)
     temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
     try:
         temporary.mkdir()
         for name in files:
-            _take(directory / name, temporary / name)
+            # Not a hard link: whoever saves the model again in place would change the import with it.
+            shutil.copyfile(directory / name, temporary / name)
         write_record(temporary, identifier)
         fsync_tree(temporary)
         temporary.rename(target)
         fsync(target.parent)
+        return True
     except OSError as error:
         if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):
             raise
+        return False
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
-
-
-def _take(source: Path, target: Path) -> None:
-    if source.suffix == ".safetensors":
-        try:
-            os.link(source.resolve(), target)
-            return
-        except OSError:
-            pass  # another file system, or one without links
-    shutil.copyfile(source, target)
 
 
 def _check_same(directory: Path, files: list[str], target: Path, identifier: str) -> None:

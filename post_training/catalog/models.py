@@ -25,7 +25,7 @@ from post_training.catalog.model_tables import AliasRow, BaseModelRow, Checkpoin
 from post_training.checkpoints.layout import ADAPTER, MERGED
 from post_training.jobs.database import Database, now
 
-_LATEST = re.compile(r"(?P<model>.+)-(?P<kind>sft|dpo)-(?P<epoch>\d+)")
+_LATEST = re.compile(r"(?P<model>.+)-(?P<kind>sft|dpo)-(?P<epoch>[0-9]{1,9})")
 _SHOWN_IDS = 5
 _T = TypeVar("_T")
 
@@ -202,6 +202,8 @@ class ModelCatalog:
     def _register(self, request: RegisterModelRequest) -> Model:
         if request.model_type == "embedding":
             raise InvalidField("only models of type llm can be registered here", param="model_type")
+        if not isinstance((request.metadata or {}).get("provider_id", ""), str):
+            raise InvalidField("must be a string", param="metadata.provider_id")
         given = {**(request.metadata or {}), **({"provider_id": request.provider_id} if request.provider_id else {})}
         target = request.provider_model_id or request.model_id
         with self.database.session() as session:
@@ -263,7 +265,8 @@ class ModelCatalog:
 
     def _newest(self, session: Session, identifier: str) -> CheckpointModelRow | None:
         match = _LATEST.fullmatch(identifier)
-        if match is None:
+        # The length, since each `-sft-<n>` at the end is another round of this recursion.
+        if match is None or len(identifier) > MAX_IDENTIFIER_LENGTH:
             return None
         names = set(same_model(match["model"]))
         if (row := self._lookup(session, match["model"])) is not None:

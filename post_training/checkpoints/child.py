@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from apis.errors import OutOfMemory, PostgradError
+from apis.errors import OutOfMemory, PostgradError, error_class
 from post_training.processes import python_module, torch_environment
 
 logger = logging.getLogger(__name__)
@@ -55,7 +55,7 @@ def run_child(
         os.close(writer)
     answer = json.loads(output) if process.returncode == 0 and output else {}
     if "error" in answer:
-        raise _error_class(answer["error"]["code"], failure)(answer["error"]["message"])
+        raise (error_class(answer["error"]["code"]) or failure)(answer["error"]["message"])
     if "result" not in answer:
         logger.error("%s ended with code %d: %s", what, process.returncode, errors[-_LOGGED_CHARACTERS:])
         raise _silence(process.returncode, what, failure)
@@ -108,16 +108,6 @@ def _silence(code: int, what: str, failure: type[PostgradError]) -> PostgradErro
     if code == -signal.SIGKILL:
         return OutOfMemory(f"{what} was killed by the system, most likely for lack of memory: use a smaller model")
     return failure(f"{what} ended with code {code} and no answer; the log of the process that asked for it says why")
-
-
-def _error_class(code: str, default: type[PostgradError]) -> type[PostgradError]:
-    waiting = [PostgradError]
-    while waiting:
-        kind = waiting.pop()
-        if kind.code == code:
-            return kind
-        waiting += kind.__subclasses__()
-    return default
 
 
 def _die_with_caller() -> None:

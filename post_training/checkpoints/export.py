@@ -24,6 +24,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from apis.errors import ModelInvalid
+from post_training.catalog.model_files import CONFIG_FILE, INDEX_FILE, SINGLE_FILE, read_json, weight_files
 from post_training.checkpoints.child import serve_child
 from post_training.checkpoints.layout import disk_full
 from post_training.checkpoints.state import save_tensors
@@ -96,7 +97,7 @@ def merge(base_dir: Path, adapter_dir: Path, out_dir: Path, dtype: Literal["fp32
             embedding that is tied to the output.
         OSError: with ENOSPC where the disk is full.
     """
-    config = _read_json(base_dir / "config.json")
+    config = read_json(base_dir / CONFIG_FILE)
     tied = _is_tied(base_dir)
     updates = LoraUpdates(adapter_dir)
     updates.refuse_tied(tied)
@@ -109,7 +110,7 @@ def merge(base_dir: Path, adapter_dir: Path, out_dir: Path, dtype: Literal["fp32
             writer.add(name, _merged(name, weight, updates, _DTYPES[dtype], sums))
     updates.refuse_unused()
     writer.finish()
-    _write_json(out_dir / "config.json", _config_with_dtype(config, dtype, tied))
+    _write_json(out_dir / CONFIG_FILE, _config_with_dtype(config, dtype, tied))
     _copy(base_dir, out_dir, _MODEL_FILES)
     report.modules, report.delta_norm = sums.modules, math.sqrt(sums.delta)
     report.relative_loss = math.sqrt(sums.loss / sums.delta) if sums.delta else 0.0
@@ -131,7 +132,7 @@ class LoraUpdates:
     """
 
     def __init__(self, adapter_dir: Path) -> None:
-        self._config = _read_json(adapter_dir / ADAPTER_CONFIG)
+        self._config = read_json(adapter_dir / ADAPTER_CONFIG, "it is no adapter, or damaged")
         self._refuse_other_kinds()
         self._pairs: dict[str, dict[str, Tensor]] = {}
         for key, tensor in _load(adapter_dir / ADAPTER_TENSORS).items():
@@ -215,7 +216,7 @@ class _ShardWriter:
         self._flush()
         count = len(self._shards)
         if count == 1:
-            self._part(0).rename(self._directory / "model.safetensors")
+            self._part(0).rename(self._directory / SINGLE_FILE)
             return
         weight_map = {}
         for index, names in enumerate(self._shards):
@@ -223,7 +224,7 @@ class _ShardWriter:
             self._part(index).rename(self._directory / file)
             weight_map |= dict.fromkeys(names, file)
         index_content = {"metadata": {"total_size": self._total}, "weight_map": weight_map}
-        _write_json(self._directory / "model.safetensors.index.json", index_content)
+        _write_json(self._directory / INDEX_FILE, index_content)
 
     def _flush(self) -> None:
         save_tensors(self._part(len(self._shards)), self._pending, {"format": "pt"})
@@ -254,10 +255,8 @@ def _squared(tensor: Tensor) -> float:
 
 
 def _base_tensors(base_dir: Path) -> Iterator[tuple[str, Tensor]]:
-    index = base_dir / "model.safetensors.index.json"
-    files = sorted(set(_read_json(index)["weight_map"].values())) if index.is_file() else ["model.safetensors"]
-    for file in files:
-        with _damage_is_said(base_dir / file), safe_open(base_dir / file, framework="pt") as shard:
+    for file in weight_files(base_dir):
+        with _damage_is_said(file), safe_open(file, framework="pt") as shard:
             for name in shard.keys():  # noqa: SIM118  a shard is not iterable itself
                 yield name, shard.get_tensor(name)
 
@@ -295,13 +294,6 @@ def _copy(source: Path, target: Path, names: tuple[str, ...]) -> None:
     for name in names:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelInvalid(f"{path.parent.name}/{path.name} is missing or not JSON") from error
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@
         training_state/   state.safetensors, state.json
         manifest.json     hashes of all the files above; written last
 
-A directory without a manifest does not exist: nothing here returns it, and the next attempt removes it.
+A directory without a manifest is no checkpoint: nothing here reads it, and the next attempt removes it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, ValidationError
 
 from apis.errors import DiskFull, ModelInvalid
+from post_training.catalog.model_files import PICKLE_SUFFIXES
 from post_training.catalog.naming import folder_name
 
 MANIFEST = "manifest.json"
 ADAPTER, MERGED, TRAINING_STATE = "adapter", "merged", "training_state"
-PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".pickle", ".ckpt"})
+FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 _LEFT_OVER = re.compile(r"\.(\d+)\.(tmp|old)-\d+-[0-9a-f]+")
 _CHUNK_BYTES = 1 << 20
 
@@ -69,7 +70,7 @@ class Manifest(BaseModel):
 
 def disk_full(error: BaseException | None, what: str) -> DiskFull | None:
     """DiskFull where `error` says "no space left" or "quota exceeded" (while writing `what`), else None."""
-    if not isinstance(error, OSError) or error.errno not in (errno.ENOSPC, errno.EDQUOT):
+    if not isinstance(error, OSError) or error.errno not in FULL_ERRORS:
         return None
     return DiskFull(
         f"no space left on the disk while writing {what}: free some space, or move $POSTGRAD_HOME to a larger disk"
@@ -199,13 +200,6 @@ def check_files(directory: Path) -> Manifest:
     return manifest
 
 
-def list_complete(root: Path) -> list[Path]:
-    """Directories of the complete checkpoints under `root` (a job's `checkpoints` folder), by step."""
-    if not root.is_dir():
-        return []
-    return sorted((path for path in root.iterdir() if _complete(path)), key=lambda path: int(path.name))
-
-
 def clean_partial(root: Path) -> None:
     """Remove what a killed writer left under `root`. Call it only where no other writer can be at work there."""
     if not root.is_dir():
@@ -216,16 +210,6 @@ def clean_partial(root: Path) -> None:
             path.rename(root / left_over[1])  # killed between the two renames of a replacement: the old one stands
         elif left_over or (path.name.isdecimal() and not (path / MANIFEST).is_file()):
             shutil.rmtree(path)
-
-
-def _complete(path: Path) -> bool:
-    if not path.name.isdecimal():
-        return False
-    try:
-        read_manifest(path)
-    except (ModelInvalid, OSError):
-        return False
-    return True
 
 
 def _tree(directory: Path) -> list[str]:

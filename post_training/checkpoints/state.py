@@ -6,7 +6,6 @@ which verification reloads, `rng.cpu` and `rng.cuda.<n>` the random generators.
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 from collections.abc import Mapping
@@ -19,10 +18,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from apis.errors import ModelInvalid
+from post_training.checkpoints.layout import FULL_ERRORS
 from post_training.training.trainer import MASTER_PREFIX
 
 TENSORS, META = "state.safetensors", "state.json"
-_FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
 
 
 def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, str] | None = None) -> None:
@@ -36,7 +35,7 @@ def save_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: dict[str, 
         save_file(_unshared(plain), path, metadata)
     except SafetensorError as error:
         # The library says an I/O error in words only.
-        for number in _FULL_ERRORS:
+        for number in FULL_ERRORS:
             if f"os error {number})" in str(error):
                 raise OSError(number, os.strerror(number), str(path)) from error
         raise
@@ -82,18 +81,11 @@ def load_training_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, A
         ) from error
 
 
-def master_tensors(parameters: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """fp32 master weights, by parameter name, as named in a training state."""
-    return {MASTER_PREFIX + name: parameter.detach() for name, parameter in parameters.items()}
-
-
 def masters_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The master weights of a training state, by parameter name."""
-    return {name.removeprefix(MASTER_PREFIX): tensor for name, tensor in tensors.items() if _is_master(name)}
-
-
-def _is_master(name: str) -> bool:
-    return name.startswith(MASTER_PREFIX)
+    return {
+        name.removeprefix(MASTER_PREFIX): tensor for name, tensor in tensors.items() if name.startswith(MASTER_PREFIX)
+    }
 
 
 def rng_tensors() -> dict[str, Tensor]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import httpx
@@ -19,18 +19,12 @@ from apis.errors import (
     TooLarge,
     Unauthorized,
     Unavailable,
+    error_class,
+    field_path,
 )
 
 START_REMEDY = "is the server running? start it with: postgrad stack run experimental-post-training"
 
-
-def _tree(root: type[PostgradError]) -> Iterator[type[PostgradError]]:
-    yield root
-    for child in root.__subclasses__():
-        yield from _tree(child)
-
-
-ERRORS_BY_CODE: Mapping[str, type[PostgradError]] = {cls.code: cls for cls in _tree(PostgradError)}
 
 _BY_STATUS: Mapping[int, type[PostgradError]] = {
     401: Unauthorized,
@@ -45,20 +39,18 @@ _BY_STATUS: Mapping[int, type[PostgradError]] = {
 }
 
 
-def error_class(code: str | None, status: int | None = None) -> type[PostgradError]:
-    """The class with this stable `code`; for a code this client does not know, the class that `status` stands for."""
-    if code is not None and code in ERRORS_BY_CODE:
-        return ERRORS_BY_CODE[code]
-    if status is None:
-        return PostgradError
+def _class_of(code: object, status: int | None) -> type[PostgradError]:
+    """For a code this client does not know, the class that `status` stands for."""
+    known = error_class(code)
+    if known is not None or status is None:
+        return known or PostgradError
     return _BY_STATUS.get(status, BadRequest if 400 <= status < 500 else PostgradError)
 
 
 def build_error(fields: Mapping[str, Any], *, message: str, status: int | None = None) -> PostgradError:
     """An exception from the wire's fields `code`, `param`, `row` and `pointer`."""
-    code, param = fields.get("code"), fields.get("param")
-    cls = error_class(code if isinstance(code, str) else None, status)
-    error = cls(message, param=param if isinstance(param, str) else None)
+    param = fields.get("param")
+    error = _class_of(fields.get("code"), status)(message, param=param if isinstance(param, str) else None)
     if isinstance(error, DataInvalid):
         # The server's message names the row already; the constructor would name it twice.
         row, pointer = fields.get("row"), fields.get("pointer")
@@ -117,27 +109,7 @@ def unreachable(base_url: str, cause: httpx.TransportError, timeout: float) -> U
 def invalid_request(error: ValidationError, request: Any) -> InvalidField:
     """The first fault of `request`, which does not fit its model; nothing was sent."""
     fault = error.errors(include_url=False)[0]
-    param = ".".join(_field_path(fault["loc"], request))
+    param = ".".join(map(str, field_path(fault["loc"], request)))
     unknown = fault["type"] == "extra_forbidden"
     reason = "there is no such field" if unknown else fault["msg"].removeprefix("Value error, ")
     return InvalidField(f"{param}: {reason}" if param else reason, param=param or None)
-
-
-def _field_path(location: Sequence[int | str], request: Any) -> list[str]:
-    """`location` without the tags that pydantic puts in for a tagged union: users know the fields only."""
-    path: list[str] = []
-    node = request
-    for index, part in enumerate(location):
-        last = index == len(location) - 1
-        if isinstance(node, Mapping) and not last and part not in node and node.get("type") == part:
-            continue
-        path.append(str(part))
-        node = _child(node, part)
-    return path
-
-
-def _child(node: Any, part: int | str) -> Any:
-    try:
-        return node[part]
-    except (KeyError, IndexError, TypeError):
-        return None

@@ -9,10 +9,12 @@ import json
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, Literal, NoReturn
 
+from apis.common import MAX_NESTING, check_nesting
 from apis.datasets.models import Row
 from apis.errors import DataInvalid
 
 RecordKind = Literal["jsonl", "json", "csv", "sniff"]
+MAX_ARRAY_BYTES = 64 * 2**20
 
 _BLANK = b" \t\r\n"
 
@@ -21,6 +23,7 @@ def parse_records(stream: BinaryIO, kind: RecordKind) -> Iterator[Row]:
     """Read rows from a seekable stream of UTF-8, a byte order mark allowed.
 
     `json` takes an array of objects, or JSON lines under that name; `sniff` tells JSON from CSV by the first character.
+    An array cannot be read row by row, so one of more than `MAX_ARRAY_BYTES` is refused.
 
     Raises:
         DataInvalid: with the 0-based row and the reason.
@@ -52,10 +55,17 @@ def decode_value(text: str) -> Any:
         value = json.loads(text, parse_constant=_refuse_constant)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
+    _check_nesting(text, value)
     # An escaped lone surrogate parses, and then breaks whatever writes it: tokenizers, JSON answers, files.
     if "\\ud" in text or "\\uD" in text:
         _check_surrogates(value)
     return value
+
+
+def _check_nesting(text: str, value: Any) -> None:
+    # No value is deeper than it has brackets, and few texts have many.
+    if text.count("[") + text.count("{") > MAX_NESTING:
+        check_nesting(value)
 
 
 def _check_surrogates(value: Any) -> None:
@@ -72,7 +82,9 @@ def _refuse_constant(name: str) -> NoReturn:
 def encode_row(row: Row, number: int) -> bytes:
     """One row as a line of JSON; see `encode_rows`."""
     try:
-        return json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":")).encode() + b"\n"
+        text = json.dumps(row, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+        _check_nesting(text, row)
+        return text.encode() + b"\n"
     except UnicodeEncodeError:
         raise DataInvalid("holds an unpaired surrogate (\\ud800 to \\udfff), which is not text", row=number) from None
     except (TypeError, ValueError, RecursionError) as error:
@@ -134,7 +146,10 @@ def json_type(value: Any) -> str:
 
 
 def _json_array(stream: BinaryIO) -> Iterator[Row]:
-    values = _decode(stream.read().removeprefix(codecs.BOM_UTF8), None)
+    content = stream.read(MAX_ARRAY_BYTES + 1)
+    if len(content) > MAX_ARRAY_BYTES:
+        raise DataInvalid(f"a JSON array of more than {MAX_ARRAY_BYTES} bytes is not read: save the rows as JSON lines")
+    values = _decode(content.removeprefix(codecs.BOM_UTF8), None)
     for number, value in enumerate(values):
         yield _object(value, number)
 

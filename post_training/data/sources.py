@@ -8,10 +8,14 @@ import io
 import json
 import os
 import re
+import selectors
+import signal
 import stat
 import subprocess
 import tempfile
+import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, BinaryIO
 from urllib.parse import unquote, unquote_to_bytes, urlsplit
@@ -21,10 +25,14 @@ from pydantic import BaseModel, ConfigDict
 from apis.datasets.models import DataSource, Row, RowsDataSource, URIDataSource
 from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge, Unavailable
 from post_training.data.records import RecordKind, encode_rows, parse_json_lines, parse_records
-from post_training.processes import python_module, torch_environment
+from post_training.processes import LIFELINE, tied_module, torch_environment
 
 # Run as a short-lived process, so that neither the server nor this floor ever imports `datasets`.
 HUB_MODULE = "post_training.worker.hf_sources"
+# The hub has this long for each thousand rows. A request reads a dozen at most, so it waits no longer than that.
+HUB_SECONDS = 120.0
+_HUB_ROWS = 1000
+_HUB_CHUNK_BYTES = 2**16
 DEFAULT_MAX_INLINE_BYTES = 64 * 2**20
 _PARAM = "source.uri"
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
@@ -269,21 +277,71 @@ def _hub(uri: str, policy: SourcePolicy) -> RowReader:
 
 
 def _hub_rows(uri: str) -> Iterator[Row]:
-    command = [*python_module(HUB_MODULE), f"--uri={uri}"]
-    with tempfile.TemporaryFile() as faults, _start(command, faults) as child:
-        assert child.stdout is not None  # it is a pipe
+    with tempfile.TemporaryFile() as faults, _hub_process(uri, faults) as child:
+        yield from parse_json_lines(_hub_lines(child))
         try:
-            yield from parse_json_lines(child.stdout)
-        except BaseException:  # also where the caller has read enough and closes this generator
-            child.kill()
-            raise
-        if child.wait() != 0:
+            code = child.wait(HUB_SECONDS)
+        except subprocess.TimeoutExpired:
+            raise _too_slow() from None
+        if code != 0:
             faults.seek(0)
             raise _hub_error(faults.read().decode(errors="replace"))
 
 
-def _start(command: list[str], faults: IO[bytes]) -> subprocess.Popen[bytes]:
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=faults, env=torch_environment())
+@contextmanager
+def _hub_process(uri: str, faults: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
+    """The process that reads; it ends with the block, whose caller may have read enough, or with this process."""
+    lifeline, kept = os.pipe()
+    try:
+        child = subprocess.Popen(
+            [*tied_module(HUB_MODULE), f"--uri={uri}"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=faults,
+            pass_fds=(lifeline,),
+            start_new_session=True,
+            env={**torch_environment(), LIFELINE: str(lifeline)},
+        )
+        with child:
+            try:
+                yield child
+            finally:
+                if child.poll() is None:
+                    with suppress(ProcessLookupError):
+                        os.killpg(child.pid, signal.SIGKILL)
+    finally:
+        os.close(lifeline)
+        os.close(kept)
+
+
+def _hub_lines(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
+    """Whole lines of the child's output. Raises Unavailable where they keep the reader waiting for too long."""
+    assert child.stdout is not None  # it is a pipe
+    left, parts, given = HUB_SECONDS, [], 0
+    with selectors.DefaultSelector() as selector:
+        selector.register(child.stdout, selectors.EVENT_READ)
+        while True:
+            began = time.monotonic()
+            if not selector.select(max(left, 0.0)):
+                raise _too_slow()
+            left -= time.monotonic() - began
+            chunk = os.read(child.stdout.fileno(), _HUB_CHUNK_BYTES)
+            if not chunk:
+                return  # a last line without its end is of a process that broke off, as its exit code says
+            *lines, rest = chunk.split(b"\n")
+            for line in lines:
+                yield b"".join((*parts, line, b"\n"))
+                parts, given = [], given + 1
+                if given % _HUB_ROWS == 0:
+                    left = HUB_SECONDS
+            parts.append(rest)
+
+
+def _too_slow() -> Unavailable:
+    return Unavailable(
+        f"the hub took longer than {HUB_SECONDS:g} s: try again later, or download the data set and register its files",
+        param=_PARAM,
+    )
 
 
 def _hub_error(output: str) -> PostgradError:

@@ -1,6 +1,6 @@
 """The one store: an engine, short sessions, tables made at start.
 
-SQLite by default (write-ahead log, so readers never wait for the writer), any SQLAlchemy URL otherwise.
+SQLite by default (write-ahead log: a `reading` session never waits for a writer), any SQLAlchemy URL otherwise.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime
 
-from sqlalchemy import DateTime, Engine, create_engine, event, insert, inspect, select, text
+from sqlalchemy import Connection, DateTime, Engine, create_engine, event, insert, inspect, select, text
 from sqlalchemy.engine import Dialect
 from sqlalchemy.orm import DeclarativeBase, Mapped, Session, mapped_column, sessionmaker
 from sqlalchemy.types import TypeDecorator
@@ -18,6 +18,7 @@ from apis.errors import StackError
 
 SCHEMA_VERSION = 1
 BUSY_TIMEOUT_SECONDS = 15
+_READ_ONLY = "postgrad_read_only"
 
 
 class UtcDateTime(TypeDecorator[datetime]):
@@ -58,6 +59,7 @@ class Database:
         self.url = url
         self.engine = _create_engine(url)
         self._sessions = sessionmaker(self.engine, expire_on_commit=False)
+        self._reading = sessionmaker(self.engine.execution_options(**{_READ_ONLY: True}), expire_on_commit=False)
 
     def create_tables(self) -> None:
         """Make what is missing.
@@ -83,6 +85,12 @@ class Database:
         with self._sessions.begin() as session:
             yield session
 
+    @contextmanager
+    def reading(self) -> Iterator[Session]:
+        """A transaction that only reads: it sees one state of the store and takes no lock that a writer waits for."""
+        with self._reading.begin() as session:
+            yield session
+
     def close(self) -> None:
         self.engine.dispose()
 
@@ -104,7 +112,8 @@ def _create_engine(url: str) -> Engine:
         cursor.close()
 
     @event.listens_for(engine, "begin")
-    def _begin(connection: object) -> None:
-        connection.execute(text("BEGIN IMMEDIATE"))  # pyright: ignore[reportAttributeAccessIssue]
+    def _begin(connection: Connection) -> None:
+        read_only = connection.get_execution_options().get(_READ_ONLY)
+        connection.execute(text("BEGIN" if read_only else "BEGIN IMMEDIATE"))
 
     return engine

@@ -86,12 +86,13 @@ class Scheduler:
         for attempt in self._attempts:
             attempt.worker.terminate()
         deadline = time.monotonic() + STOP_GRACE_SECONDS
-        while self._attempts and time.monotonic() < deadline:
-            self._attempts = [attempt for attempt in self._attempts if attempt.worker.poll() is None]
+        while any(attempt.worker.poll() is None for attempt in self._attempts) and time.monotonic() < deadline:
             time.sleep(0.05)
         for attempt in self._attempts:
+            # Also those that ended by themselves: one that was still starting had no chance to give its job back.
             attempt.worker.kill()
-            self._store.end(attempt.job_uuid, attempt.owner, JobStatus.scheduled, "the server stopped", None)
+            if self._store.end(attempt.job_uuid, attempt.owner, JobStatus.scheduled, "the server stopped", None):
+                self._clean(attempt.job_uuid)
         self._attempts.clear()
 
     def _run(self) -> None:

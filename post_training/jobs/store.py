@@ -64,40 +64,40 @@ class JobStore:
             return True
         except IntegrityError:
             # Two transactions inserted the same id at once (possible where the store lets writers overlap).
-            with self.database.session() as session:
-                self._same_job(session, spec.job_uuid, body_hash)
+            if not self.find_submitted(spec.job_uuid, body_hash):
+                raise
             return False
 
     def find_submitted(self, job_uuid: str, body_hash: str) -> bool:
         """Whether this very job was accepted before. Raises Conflict where the id belongs to another body."""
-        with self.database.session() as session:
+        with self.database.reading() as session:
             return self._same_job(session, job_uuid, body_hash)
 
     def get(self, job_uuid: str) -> JobRow:
         """Raises JobNotFound."""
-        with self.database.session() as session:
+        with self.database.reading() as session:
             return _job(session, job_uuid)
 
     def all(self) -> Sequence[JobRow]:
         """Every job, oldest first."""
-        with self.database.session() as session:
+        with self.database.reading() as session:
             return session.scalars(select(JobRow).order_by(JobRow.sequence)).all()
 
     def checkpoints(self, job_uuid: str) -> Sequence[CheckpointRow]:
         """Announced checkpoints by step."""
-        with self.database.session() as session:
+        with self.database.reading() as session:
             query = select(CheckpointRow).where(CheckpointRow.job_uuid == job_uuid).order_by(CheckpointRow.step)
             return session.scalars(query).all()
 
     def events(self, job_uuid: str, after: int, limit: int = 1000) -> Sequence[EventRow]:
         """Events with an id greater than `after`, in order. Raises JobNotFound."""
-        with self.database.session() as session:
+        with self.database.reading() as session:
             _job(session, job_uuid)
             query = select(EventRow).where(EventRow.job_uuid == job_uuid, EventRow.id > after)
             return session.scalars(query.order_by(EventRow.id).limit(limit)).all()
 
     def transitions(self, job_uuid: str) -> Sequence[TransitionRow]:
-        with self.database.session() as session:
+        with self.database.reading() as session:
             query = select(TransitionRow).where(TransitionRow.job_uuid == job_uuid).order_by(TransitionRow.id)
             return session.scalars(query).all()
 
@@ -105,7 +105,7 @@ class JobStore:
         """How many jobs are ahead in the queue, or None if it does not wait."""
         if job.status != JobStatus.scheduled:
             return None
-        with self.database.session() as session:
+        with self.database.reading() as session:
             query = select(func.count()).where(
                 JobRow.status == JobStatus.scheduled,
                 JobRow.provider_id == job.provider_id,
@@ -116,7 +116,7 @@ class JobStore:
     def request_cancel(self, job_uuid: str) -> None:
         """Cancel a waiting job now, ask a running one to stop, leave a finished one alone. Raises JobNotFound."""
         with self.database.session() as session:
-            job = _job(session, job_uuid)
+            job = _job(session, job_uuid, lock=True)
             if job.status == JobStatus.scheduled:
                 self._move(session, job, JobStatus.cancelled, "cancelled while waiting")
             elif job.status == JobStatus.in_progress and job.cancel_requested_at is None:
@@ -146,7 +146,7 @@ class JobStore:
             return job
 
     def running(self, provider_id: str) -> Sequence[JobRow]:
-        with self.database.session() as session:
+        with self.database.reading() as session:
             query = select(JobRow).where(JobRow.status == JobStatus.in_progress, JobRow.provider_id == provider_id)
             return session.scalars(query).all()
 
@@ -244,6 +244,8 @@ class JobStore:
             raise QueueFull(f"{waiting} jobs wait already, the limit is {max_queued}; try again later")
 
     def _finish(self, session: Session, job: JobRow, status: JobStatus, reason: str, error: JobError | None) -> None:
+        if status is JobStatus.scheduled and job.cancel_requested_at is not None:
+            status, reason = JobStatus.cancelled, "cancelled while running"
         job.error = error.model_dump() if error else None
         job.owner = None
         self._move(session, job, status, reason)
@@ -262,15 +264,17 @@ class JobStore:
         session.add(EventRow(job_uuid=job.job_uuid, at=at, message=f"{new}: {reason}"))
 
 
-def _job(session: Session, job_uuid: str) -> JobRow:
-    job = session.scalar(select(JobRow).where(JobRow.job_uuid == job_uuid))
+def _job(session: Session, job_uuid: str, *, lock: bool = False) -> JobRow:
+    """`lock` keeps other writers off the row until the transaction ends (on SQLite a writer is alone anyway)."""
+    query = select(JobRow).where(JobRow.job_uuid == job_uuid)
+    job = session.scalar(query.with_for_update() if lock else query)
     if job is None:
         raise JobNotFound(f"no job {job_uuid!r}; `postgrad post_training list` shows all", param="job_uuid")
     return job
 
 
 def _owned(session: Session, job_uuid: str, owner: str | None) -> JobRow:
-    job = _job(session, job_uuid)
+    job = _job(session, job_uuid, lock=True)
     if owner is None or job.owner != owner or job.status != JobStatus.in_progress:
         raise LeaseLost(f"job {job_uuid!r} is no longer this worker's")
     return job

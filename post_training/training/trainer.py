@@ -16,16 +16,13 @@ import torch
 from torch import Tensor
 
 from post_training.data.types import FlatBatch
+from post_training.training.interruption import Interrupted
 from post_training.training.loss import LossSums, loss_and_gradient, loss_only
 from post_training.training.model import Segments, TrainableModel
 from post_training.training.optim import Masters, OptimSettings, clip_gradients, create_optimizer, learning_rate
 
 MASTER_PREFIX = "master."
 OPTIMIZER_PREFIX = "optimizer."
-
-
-class Interrupted(Exception):
-    """`should_stop` said so in the middle of a step; nothing of that step was applied."""
 
 
 @dataclass(frozen=True)

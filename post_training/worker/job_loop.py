@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from apis.errors import NonFiniteLoss, NothingTrained
+from apis.errors import DataInvalid, NonFiniteLoss, NothingTrained
 from apis.post_training.models import JobProgress, PostTrainingMetric
 from post_training.checkpoints.layout import TRAINING_STATE
 from post_training.checkpoints.state import load_training_state, masters_of, restore_rng
@@ -18,7 +18,8 @@ from post_training.data.batching import epoch_order, micro_batches, steps
 from post_training.data.preflight import TokenizedDataset
 from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import JobSpec
-from post_training.training.trainer import Interrupted, StepResult, Trainer, ValidationResult
+from post_training.training.interruption import Interrupted
+from post_training.training.trainer import StepResult, Trainer, ValidationResult
 from post_training.worker import setup
 from post_training.worker.lease import Lease
 from post_training.worker.saving import mark_completed, save_checkpoint
@@ -44,6 +45,7 @@ class JobLoop:
         self._spec = spec
         self._home = home
         self._progress = JobProgress()
+        self._earlier = lease.store.get(lease.job_uuid)
         self._recent: list[tuple[float, int]] = []
         self._skipped_in_a_row = 0
 
@@ -65,19 +67,30 @@ class JobLoop:
         self._phase("tokenize")
         training = setup.tokenize(self._spec, self._spec.dataset)
         validation = setup.tokenize(self._spec, self._spec.validation) if self._spec.validation else None
-        report: dict[str, Any] = {"dataset": training.report, "max_seq_len": setup.max_seq_len(self._spec)}
+        self._report_data("dataset", training)
         if validation is not None:
-            report["validation_dataset"] = validation.report
-        self._lease.update(report=report, message=f"tokenized {len(training.rows)} rows")
+            self._report_data("validation_dataset", validation)
+        self._lease.update(report={"max_seq_len": setup.max_seq_len(self._spec)})
         return training, validation
+
+    def _report_data(self, name: str, data: TokenizedDataset) -> None:
+        """Store what was read. Raises DataInvalid where an earlier attempt of this job read something else."""
+        digest = setup.fingerprint(data.rows)
+        before = self._earlier.report or {}
+        if before.get(name, {}).get("fingerprint", digest) != digest:
+            raise DataInvalid(f"the rows of {name} have changed since the job began; submit it again under another id")
+        report = {name: {**data.report, "fingerprint": digest}}
+        self._lease.update(report=report, message=f"tokenized {len(data.rows)} rows of {name}")
 
     def _load(self, data: TokenizedDataset) -> Trainer:
         self._phase("load_model")
         config = self._spec.training_config
-        device = setup.choose_device(self._spec.worker.device)
-        threads = setup.set_threads(self._spec.worker.threads)
+        # What the first attempt ran with: another number of threads could change the last bit of a sum.
+        first = self._earlier.resources or {}
+        device = setup.choose_device(first.get("device", self._spec.worker.device))
+        threads = setup.set_threads(first.get("threads", self._spec.worker.threads))
         model = setup.load_model(self._spec, device)
-        total = sum(len(self._plan(data.rows, epoch)) for epoch in range(config.n_epochs))
+        total = self._count_steps(data.rows)
         optim = setup.optim_settings(config.optimizer_config, total, config.max_grad_norm)
         trainable = sum(parameter.numel() for parameter in model.adapter_parameters().values())
         self._progress.total_steps = total
@@ -116,6 +129,13 @@ class JobLoop:
         self._progress = JobProgress.model_validate(meta["progress"])
         self._lease.update(message=f"resumed after epoch {newest.epoch}, step {newest.step}")
         return newest.epoch + 1
+
+    def _count_steps(self, rows: Sequence[TokenizedRow]) -> int:
+        config = self._spec.training_config
+        if config.data_config is not None and config.data_config.packed:
+            # How rows fill packs depends on their order, which differs from epoch to epoch.
+            return sum(len(self._plan(rows, epoch)) for epoch in range(config.n_epochs))
+        return config.n_epochs * len(self._plan(rows, 0))
 
     def _plan(self, rows: Sequence[TokenizedRow], epoch: int) -> list[list[int]]:
         """The row indices of each optimizer step of an epoch."""

@@ -5,10 +5,11 @@ from __future__ import annotations
 import logging
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any, Literal
 
-from sqlalchemy.exc import SQLAlchemyError
+from sqlalchemy.exc import OperationalError, SQLAlchemyError
 from sqlalchemy.orm import Session
 
 from apis.post_training.models import JobError, JobProgress, JobStatus
@@ -19,6 +20,8 @@ from post_training.jobs.tables import CheckpointRow
 logger = logging.getLogger(__name__)
 
 HEARTBEAT_SECONDS = 1.0
+STORE_PATIENCE_SECONDS = 60.0
+RETRY_SECONDS = 1.0
 StopReason = Literal["cancelled", "stopped", "lost"]
 
 
@@ -60,19 +63,21 @@ class Lease:
         data: dict[str, Any] | None = None,
     ) -> None:
         """As JobStore.update, for this job. Raises LeaseLost."""
-        self.store.update(
-            self.job_uuid,
-            self._owner,
-            progress=progress,
-            report=report,
-            resources=resources,
-            message=message,
-            data=data,
+        _persist(
+            lambda: self.store.update(
+                self.job_uuid,
+                self._owner,
+                progress=progress,
+                report=report,
+                resources=resources,
+                message=message,
+                data=data,
+            )
         )
 
-    def announce(self, checkpoint: CheckpointRow, register: Callable[[Session], None]) -> None:
-        """As JobStore.announce_checkpoint. Raises LeaseLost."""
-        self.store.announce_checkpoint(self._owner, checkpoint, register)
+    def announce(self, checkpoint: Callable[[], CheckpointRow], register: Callable[[Session], None]) -> None:
+        """As JobStore.announce_checkpoint; `checkpoint` makes a fresh row for each try. Raises LeaseLost."""
+        _persist(lambda: self.store.announce_checkpoint(self._owner, checkpoint(), register))
 
     def finish(
         self,
@@ -82,7 +87,7 @@ class Lease:
         also: Callable[[Session], None] | None = None,
     ) -> None:
         """End the attempt; as JobStore.finish. Raises LeaseLost."""
-        self.store.finish(self.job_uuid, self._owner, status, reason, error=error, also=also)
+        _persist(lambda: self.store.finish(self.job_uuid, self._owner, status, reason, error=error, also=also))
         self._ended.set()
 
     def _beat(self) -> None:
@@ -100,3 +105,16 @@ class Lease:
 
     def _on_sigterm(self, _signal: int, _frame: object) -> None:
         self.stop_reason = self.stop_reason or "stopped"
+
+
+def _persist(write: Callable[[], None]) -> None:
+    """Try again for a while where the store is locked or away: hours of training must not end with a hiccup of it."""
+    deadline = time.monotonic() + STORE_PATIENCE_SECONDS
+    while True:
+        try:
+            return write()
+        except OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            logger.exception("the job store cannot be reached; trying again")
+            time.sleep(RETRY_SECONDS)

@@ -9,23 +9,18 @@ scheduler records.
 from __future__ import annotations
 
 import argparse
-import errno
 import logging
 import os
 from pathlib import Path
 
-import torch
-
-from apis.errors import DiskFull, OutOfMemory, PostgradError
+from apis.errors import OutOfMemory, PostgradError
 from apis.post_training.models import JobError, JobStatus
-from post_training.catalog.naming import folder_name
-from post_training.checkpoints.layout import clean_partial
+from post_training.checkpoints.layout import checkpoints_root, clean_partial, disk_full
 from post_training.jobs.database import Database
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.states import LeaseLost
 from post_training.jobs.store import JobStore
-from post_training.training.trainer import Interrupted
-from post_training.worker.job_loop import run_job
+from post_training.training.interruption import Interrupted
 from post_training.worker.lease import Lease
 
 logger = logging.getLogger(__name__)
@@ -36,13 +31,11 @@ def main() -> None:
     parser.add_argument("--home", type=Path, required=True)
     parser.add_argument("--job", required=True)
     arguments = parser.parse_args()
-    logging.basicConfig(
-        level=os.environ.get("LOG_LEVEL", "INFO").upper(), format="%(asctime)s %(levelname)s %(message)s"
-    )
+    level = os.environ.get("LOG_LEVEL", "INFO").upper()
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
     database = Database(os.environ.pop("POSTGRAD_DATABASE_URL"))
     owner = os.environ.pop("POSTGRAD_JOB_OWNER")
-    store = JobStore(database)
-    with Lease(store, arguments.job, owner) as lease:
+    with Lease(JobStore(database), arguments.job, owner) as lease:
         try:
             _attempt(lease, arguments.home)
         except LeaseLost:
@@ -52,25 +45,34 @@ def main() -> None:
 
 def _attempt(lease: Lease, home: Path) -> None:
     """Run the job and store the attempt's end. Raises LeaseLost."""
-    spec = JobSpec.model_validate(lease.store.get(lease.job_uuid).spec)
-    checkpoints = home / "jobs" / folder_name(lease.job_uuid) / "checkpoints"
+    checkpoints = checkpoints_root(home, lease.job_uuid)
     try:
-        run_job(lease, spec, home)
-    except Interrupted:
         clean_partial(checkpoints)
-        _store_interruption(lease)
+        _run(lease, home)
     except LeaseLost:
         raise
+    except Interrupted:
+        if lease.stop_reason != "lost":
+            clean_partial(checkpoints)
+            _store_interruption(lease)
     except Exception as error:
         logger.exception("job %s failed", lease.job_uuid)
-        clean_partial(checkpoints)
         lease.finish(JobStatus.failed, "the job failed", failure(error))
+        clean_partial(checkpoints)
+
+
+def _run(lease: Lease, home: Path) -> None:
+    spec = JobSpec.model_validate(lease.store.get(lease.job_uuid).spec)
+    # Only now: torch takes seconds to import, in which the lease must beat and a stop be heard.
+    from post_training.worker.job_loop import run_job
+
+    run_job(lease, spec, home)
 
 
 def _store_interruption(lease: Lease) -> None:
     if lease.stop_reason == "cancelled":
         lease.finish(JobStatus.cancelled, "cancelled while running")
-    elif lease.stop_reason == "stopped":
+    else:
         lease.finish(JobStatus.scheduled, "the server stopped; the job waits for its next start")
 
 
@@ -88,10 +90,11 @@ def failure(error: BaseException) -> JobError:
 def _known(error: BaseException) -> PostgradError | None:
     if isinstance(error, PostgradError):
         return error
-    if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
-        return DiskFull("the disk is full; free some space and submit the job again")
-    # PyTorch's CPU allocator raises a plain RuntimeError.
-    if isinstance(error, MemoryError | torch.OutOfMemoryError) or "can't allocate memory" in str(error):
+    if full := disk_full(error, "the job's files"):
+        return full
+    # torch.OutOfMemoryError is CUDA's; the CPU allocator raises a plain RuntimeError.
+    out_of_memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    if out_of_memory or "can't allocate memory" in str(error):
         return OutOfMemory(
             "out of memory; lower max_seq_len or batch_size, or set efficiency_config.enable_activation_checkpointing"
         )

@@ -10,7 +10,6 @@ from typing import Any
 
 from sqlalchemy.orm import Session
 
-from apis.errors import CheckpointUnverified
 from apis.post_training.models import JobProgress, JobStatus, PostTrainingMetric
 from post_training.catalog.models import ModelCatalog, checkpoint_identifier
 from post_training.checkpoints.export import merge, write_adapter
@@ -47,27 +46,36 @@ def save_checkpoint(
     progress.phase = "verify"
     lease.update(progress=progress, message=f"checkpoint {identifier} written, verifying")
     try:
-        report = verify_checkpoint(
-            directory,
-            Path(spec.model.base_dir),
-            spec.worker.model_module,
-            asdict(lora_settings(spec.algorithm_config)),
-            threads=spec.worker.threads,
-        )
-    except CheckpointUnverified:
+        verification = {**_verify(spec, directory), **merged}
+    except Exception:
+        # Complete but not proven: nobody may find it.
         shutil.rmtree(directory, ignore_errors=True)
         raise
-    row = CheckpointRow(
-        job_uuid=spec.job_uuid,
-        identifier=identifier,
-        epoch=epoch,
-        step=trainer.step,
-        path=directory.relative_to(home).as_posix(),
-        created_at=now(),
-        metrics=metric.model_dump(),
-        verification={**report.model_dump(), **merged},
+
+    def row() -> CheckpointRow:
+        return CheckpointRow(
+            job_uuid=spec.job_uuid,
+            identifier=identifier,
+            epoch=epoch,
+            step=trainer.step,
+            path=directory.relative_to(home).as_posix(),
+            created_at=now(),
+            metrics=metric.model_dump(),
+            verification=verification,
+        )
+
+    lease.announce(row, lambda session: _register(session, lease, home, spec, row()))
+
+
+def _verify(spec: JobSpec, directory: Path) -> dict[str, Any]:
+    report = verify_checkpoint(
+        directory,
+        Path(spec.model.base_dir),
+        spec.worker.model_module,
+        asdict(lora_settings(spec.algorithm_config)),
+        threads=spec.worker.threads,
     )
-    lease.announce(row, lambda session: _register(session, lease, home, spec, row))
+    return report.model_dump()
 
 
 def mark_completed(lease: Lease, home: Path) -> None:

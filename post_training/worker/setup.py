@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import importlib
 import json
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from apis.post_training.models import LoraFinetuningConfig, OptimizerConfig
 from post_training.data.chat import ChatTokenizer
 from post_training.data.preflight import TokenizedDataset, tokenize_dataset
 from post_training.data.sources import SourcePolicy, open_rows
+from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import DatasetRef, JobSpec
 from post_training.training.model import LoraSettings, ModelConfig, TrainableModel
 from post_training.training.optim import OptimSettings
@@ -36,9 +38,26 @@ def choose_device(wanted: str) -> str:
 
 
 def set_threads(threads: int | None) -> int:
-    """Fix PyTorch's CPU threads (all usable cores unless told), since their number can change the last bit of a sum."""
-    torch.set_num_threads(threads or len(os.sched_getaffinity(0)))
-    return torch.get_num_threads()
+    """Fix PyTorch's CPU threads: those given, else OMP_NUM_THREADS, else all usable cores. Returns their number."""
+    wanted = threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or usable_cores()
+    torch.set_num_threads(wanted)
+    return wanted
+
+
+def usable_cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1  # macOS has no affinity
+
+
+def fingerprint(rows: Sequence[TokenizedRow]) -> str:
+    """sha256 of all tokens and weights in order, hexadecimal."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row.tokens).to_bytes(8, "little"))
+        digest.update(row.tokens.tobytes())
+        digest.update(row.weights.tobytes())
+    return digest.hexdigest()
 
 
 def lora_settings(config: LoraFinetuningConfig) -> LoraSettings:

@@ -100,14 +100,18 @@ class WorkerProcess:
         try:
             async for line in self._stdout:
                 self._hand_out(json.loads(line))
-        except ValueError:
-            _log.exception("the inference worker wrote something unreadable; it is stopped")
+        except Exception:
+            _log.exception("the inference worker cannot be read any more; it is stopped")
             self._kill()
-        await self._process.wait()
-        self.closed = True
-        self._stdin.close()
-        for events in self._events.values():
-            events.put_nowait(self._gone())
+        except BaseException:  # cancelled: nobody will read what the worker says
+            self._kill()
+            raise
+        finally:
+            await self._process.wait()
+            self.closed = True
+            self._stdin.close()
+            for events in self._events.values():
+                events.put_nowait(self._gone())
 
     def _hand_out(self, message: dict[str, object]) -> None:
         if "fatal" in message:

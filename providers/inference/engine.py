@@ -6,7 +6,7 @@ import gc
 import logging
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 
@@ -78,16 +78,20 @@ class Engine:
                 self._models[key] = LoadedModel(files, self._device, self._dtype, self._config.max_adapters_per_model)
             self._models.move_to_end(key)
             loaded = self._models[key]
-            with loaded.active(files):
+            with self._activated(key, files):
                 yield loaded
-        except ModelInvalid:
-            # An adapter that failed half-way may have left its layers in the base.
-            self._models.pop(key, None)
-            raise
         except torch.OutOfMemoryError as error:
             self._models.clear()
             self._free()
             raise Unavailable(f"{files.identifier!r} and this request do not fit into the device's memory") from error
+
+    def _activated(self, key: Stamp, files: ModelFiles) -> AbstractContextManager[None]:
+        try:
+            return self._models[key].active(files)
+        except ModelInvalid:
+            # An adapter that failed half-way may have left its layers in the base.
+            del self._models[key]
+            raise
 
     def _make_room(self) -> None:
         while len(self._models) >= self._config.max_loaded_models:

@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from apis.errors import PostgradError
+from apis.errors import PostgradError, error_class
 
 
 class _Message(BaseModel):
@@ -75,14 +75,4 @@ class WireError(_Message):
 
     def to_exception(self) -> PostgradError:
         """The same class as the worker raised."""
-        error = PostgradError.__new__(_classes_by_code().get(self.code, PostgradError))
-        # Not through the class's own __init__: some put their arguments into the message, which is complete here.
-        PostgradError.__init__(error, self.message, param=self.param)
-        return error
-
-
-def _classes_by_code(root: type[PostgradError] = PostgradError) -> dict[str, type[PostgradError]]:
-    found = {root.code: root}
-    for child in root.__subclasses__():
-        found = _classes_by_code(child) | found
-    return found
+        return (error_class(self.code) or PostgradError)(self.message, param=self.param)

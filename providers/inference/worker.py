@@ -38,16 +38,24 @@ class Inbox:
         threading.Thread(target=self._read, daemon=True).start()
 
     def _read(self) -> None:
-        for line in self._lines:
-            message = json.loads(line)
-            number = message["id"]
-            if "generate" in message:
-                self._cancelled[number] = threading.Event()
-                self._requests.put((number, message["generate"]))
-            elif (event := self._cancelled.get(number)) is not None:
-                event.set()
-        # Not sys.exit: the main thread may be deep in a forward pass, and nobody is left to read its result.
-        os._exit(0)
+        code = 1
+        try:
+            for line in self._lines:
+                self._take(json.loads(line))
+            code = 0
+        except Exception:
+            _log.exception("the server wrote something unreadable; this worker ends")
+        finally:
+            # Not sys.exit: the main thread may be deep in a forward pass, and nobody is left to read its result.
+            os._exit(code)
+
+    def _take(self, message: dict[str, Any]) -> None:
+        number = message["id"]
+        if "generate" in message:
+            self._cancelled[number] = threading.Event()
+            self._requests.put((number, message["generate"]))
+        elif (event := self._cancelled.get(number)) is not None:
+            event.set()
 
     def next(self) -> tuple[int, dict[str, Any]]:
         """Wait for the next request: its number and body."""

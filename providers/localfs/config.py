@@ -13,8 +13,7 @@ class LocalFSConfig(BaseModel):
     """Where data sets may lie.
 
     Attributes:
-        allowed_roots: folders that files may be read from, `~` allowed. None: `<home>/data` and the folder in which
-            the server was started.
+        allowed_roots: folders that files may be read from, `~` allowed. None: `<home>/data` alone.
         allow_hub: whether `huggingface://datasets/…` is read from the Hugging Face hub.
         max_inline_bytes: most bytes of rows, or of a `data:` URI, in one request.
         kvstore: accepted because Llama Stack's run.yaml files have it; data sets are kept in the one store.

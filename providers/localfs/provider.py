@@ -33,4 +33,4 @@ class LocalFiles:
 
 
 async def get_provider_impl(config: LocalFSConfig, deps: ProviderDeps) -> LocalFiles:
-    return LocalFiles(deps.provider_id, config, [deps.home / "data", Path.cwd()])
+    return LocalFiles(deps.provider_id, config, [deps.home / "data"])

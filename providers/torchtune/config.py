@@ -22,7 +22,7 @@ class TorchtunePostTrainingConfig(BaseModel):
         merged_dtype: fp32 keeps what was trained; bf16 halves the size and rounds (the loss is measured and reported).
         default_model: trained when a request names no model.
         device: `auto` takes CUDA if there is one, else the CPU.
-        threads: CPU threads of a worker; null: PyTorch's choice.
+        threads: CPU threads of a worker; null: $OMP_NUM_THREADS, else all usable cores.
         micro_batch_tokens: most tokens in one forward pass; more memory for larger values, never another result.
         max_queued: waiting jobs beyond which a submit is refused.
         model_roots: folders that a request's `checkpoint_dir` may point into; null: the state folder's `models`.
@@ -38,7 +38,7 @@ class TorchtunePostTrainingConfig(BaseModel):
     device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
     threads: int | None = Field(default=None, ge=1)
     micro_batch_tokens: int = Field(default=4096, ge=16)
-    max_queued: int = Field(default=100, ge=0)
+    max_queued: int = Field(default=100, ge=1)
     model_roots: list[str] | None = None
 
     @model_validator(mode="before")

@@ -9,9 +9,10 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from apis.errors import ModelInvalid
+from post_training.catalog.model_files import TensorHeader
 from providers.torchtune.architecture import Architecture
 from providers.torchtune.shim import hf_to_tune, phi3_hf_to_tune, qwen2_hf_to_tune
-from providers.torchtune.weights import EMBEDDING, LM_HEAD, TensorHeader, check_weights
+from providers.torchtune.weights import EMBEDDING, LM_HEAD, check_weights
 
 NORM_SUFFIX = ".scale"
 

@@ -7,13 +7,13 @@ transformers configuration classes.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, get_args
 
 from apis.errors import InvalidField, ModelInvalid, UnsupportedModel
 from apis.post_training.models import LoraFinetuningConfig
+from post_training.catalog.model_files import CONFIG_FILE, read_json
 from providers.torchtune.architecture import Architecture, Family, RopeScaling
 from providers.torchtune.weights import check_weights
 
@@ -146,8 +146,7 @@ def _option(name: str, message: str) -> InvalidField:
 def _unsupported(reason: str) -> UnsupportedModel:
     joint = " " if reason.endswith(", or") else "; "
     return UnsupportedModel(
-        f"torchtune cannot train this model: {reason}{joint}use a provider that computes it, "
-        "such as inline::huggingface"
+        f"torchtune cannot train this model: {reason}{joint}use a provider for Hugging Face models that computes it"
     )
 
 
@@ -160,7 +159,7 @@ class _Config:
 
     @classmethod
     def read(cls, model_dir: Path) -> _Config:
-        values = _read_json(model_dir / "config.json")
+        values = read_json(model_dir / CONFIG_FILE)
         model_type = values.get("model_type")
         for family in get_args(Family):
             if model_type == family:
@@ -186,18 +185,6 @@ class _Config:
     def heads_of_dim(self) -> int:
         """head_dim, by default embed_dim / heads."""
         return self.integer("head_dim", max(1, self.integer("hidden_size") // self.integer("num_attention_heads")))
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        values = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise ModelInvalid(f"the model directory has no {path.name}; get the whole model") from None
-    except (ValueError, OSError) as error:
-        raise ModelInvalid(f"{path.name} cannot be read ({type(error).__name__}); get the file again") from None
-    if not isinstance(values, dict):
-        raise ModelInvalid(f"{path.name} is not a JSON object; get the file again")
-    return values
 
 
 def _positive(value: Any, key: str) -> float:

@@ -1,52 +1,21 @@
-"""The weight files of a Hugging Face model, checked by their headers: cheap, and without torch.
-
-A safetensors file starts with an 8-byte little-endian length and a JSON header that names each tensor's type, shape and
-place, so that names, shapes and truncation are seen without reading the weights.
-"""
+"""The stored weights of a model held against its architecture, by the files' headers: cheap, and without torch."""
 
 from __future__ import annotations
 
-import json
-import struct
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from apis.errors import ModelInvalid, UnsupportedModel
+from post_training.catalog.model_files import TensorHeader, tensor_headers
 from providers.torchtune.architecture import Architecture
 
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
 LM_HEAD = "lm_head.weight"
 EMBEDDING = "model.embed_tokens.weight"
 
 _FLOAT_TYPES = ("F32", "BF16", "F16")
-_MAX_HEADER_BYTES = 100_000_000
-_PICKLES = ("pytorch_model*.bin", "*.pt", "*.ckpt")
+# Old Llama exports store a constant table that no loader uses.
+_UNUSED = "rotary_emb.inv_freq"
 
 Shape = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class TensorHeader:
-    """One tensor as its file's header has it. `dtype` is safetensors' name for it, such as `BF16`."""
-
-    file: Path
-    dtype: str
-    shape: Shape
-
-
-def weight_files(model_dir: Path) -> list[Path]:
-    """The safetensors files that make up the model.
-
-    Raises:
-        ModelInvalid: there are none, a file of the index is missing, or the weights are pickles.
-    """
-    if (model_dir / SINGLE_FILE).is_file():
-        return [model_dir / SINGLE_FILE]
-    if (model_dir / INDEX_FILE).is_file():
-        return [_shard(model_dir, name) for name in _shard_names(model_dir / INDEX_FILE)]
-    raise _no_weights(model_dir)
 
 
 def check_weights(model_dir: Path, architecture: Architecture) -> dict[str, TensorHeader]:
@@ -62,7 +31,7 @@ def check_weights(model_dir: Path, architecture: Architecture) -> dict[str, Tens
     expected = expected_shapes(architecture)
     # A tied model may store its output layer as well; loading holds it equal to the embedding.
     optional = {LM_HEAD: expected[EMBEDDING]} if architecture.tied else {}
-    found = _headers(weight_files(model_dir))
+    found = {name: header for name, header in tensor_headers(model_dir).items() if not name.endswith(_UNUSED)}
     for name in expected:
         if name not in found:
             raise ModelInvalid(f"the weights lack {name}, which config.json calls for; get the whole model")
@@ -105,67 +74,5 @@ def _check_tensor(name: str, header: TensorHeader, expected: Shape | None) -> No
     if header.dtype not in _FLOAT_TYPES:
         raise UnsupportedModel(
             f"{name} is stored as {header.dtype}, not as F32, BF16 or F16: the weights are quantized; "
-            "use the unquantized model, or a provider that computes it, such as inline::huggingface"
+            "use the unquantized model, or a provider for Hugging Face models that computes it"
         )
-
-
-def _headers(files: list[Path]) -> dict[str, TensorHeader]:
-    found: dict[str, TensorHeader] = {}
-    for file in files:
-        for name, entry in _read_header(file).items():
-            # Old Llama exports store a constant table that no loader uses.
-            if not name.endswith("rotary_emb.inv_freq"):
-                found[name] = TensorHeader(file, entry["dtype"], tuple(entry["shape"]))
-    return found
-
-
-def _read_header(file: Path) -> dict[str, Any]:
-    """The header without its metadata entry; raises ModelInvalid if the file is cut short or no safetensors file."""
-    damaged = ModelInvalid(f"{file.name} is damaged or incomplete; get the file again")
-    try:
-        with file.open("rb") as stream:
-            (length,) = struct.unpack("<Q", stream.read(8))
-            if length > _MAX_HEADER_BYTES:
-                raise damaged
-            header = json.loads(stream.read(length))
-        header.pop("__metadata__", None)
-        end = max((entry["data_offsets"][1] for entry in header.values()), default=0)
-        if file.stat().st_size != 8 + length + end:
-            raise damaged
-    except (OSError, ValueError, KeyError, TypeError, AttributeError, IndexError, struct.error):
-        raise damaged from None
-    return header
-
-
-def _shard_names(index: Path) -> list[str]:
-    try:
-        names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        raise ModelInvalid(f"{index.name} is damaged; get the file again") from None
-    if not names:
-        raise ModelInvalid(f"{index.name} names no weight file; get the file again")
-    return names
-
-
-def _shard(model_dir: Path, name: str) -> Path:
-    # A name with a folder in it could point outside the model directory.
-    if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-        raise ModelInvalid(f"{INDEX_FILE} names {name!r}, which is no safetensors file beside it")
-    if not (model_dir / name).is_file():
-        raise ModelInvalid(f"{name}, which {INDEX_FILE} names, is missing; get the whole model")
-    return model_dir / name
-
-
-def _no_weights(model_dir: Path) -> ModelInvalid:
-    if any(model_dir.glob("consolidated.*.pth")):
-        return ModelInvalid(
-            "the model is in Meta's format (consolidated.*.pth), which are pickles; get its Hugging Face form "
-            f"({SINGLE_FILE}), or convert it with transformers' convert_llama_weights_to_hf"
-        )
-    for pattern in _PICKLES:
-        for pickle in sorted(model_dir.glob(pattern)):
-            return ModelInvalid(
-                f"the weights are a pickle ({pickle.name}), which can run code when it is loaded; get the model as "
-                f"{SINGLE_FILE}, or load it once where you trust it and save it with transformers' save_pretrained"
-            )
-    return ModelInvalid(f"the model directory has no {SINGLE_FILE} (nor {INDEX_FILE}); get the whole model")

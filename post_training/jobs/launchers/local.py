@@ -47,7 +47,8 @@ class LocalWorker:
             self.process.send_signal(signal.SIGTERM)
 
     def kill(self) -> None:
-        # The group, so that a verifying grandchild does not outlive its worker.
+        # The group: whatever the worker started in it goes too. A verifying child has a group of its own and ends
+        # itself when its worker is gone.
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
