@@ -157,7 +157,7 @@ class JobService:
             )
         model = self._resolve_model(request)
         algorithm = self._profile.check(request, model)
-        checkpoint_identifier(model.identifier, request.job_uuid, request.training_config.n_epochs)
+        self._check_checkpoint_ids(model.identifier, request)
         seed = request.training_config.seed
         return JobSpec(
             job_uuid=request.job_uuid,
@@ -222,6 +222,12 @@ class JobService:
             param="checkpoint_dir",
         )
 
+    def _check_checkpoint_ids(self, model: str, request: SupervisedFineTuneRequest) -> None:
+        """Refuse now what could only fail once an epoch is trained. Raises InvalidField, Conflict."""
+        epochs = request.training_config.n_epochs
+        checkpoint_identifier(model, request.job_uuid, epochs)
+        self._models.refuse_taken(checkpoint_identifier(model, request.job_uuid, epoch) for epoch in range(epochs))
+
     def _check_dataset(self, dataset_id: str, request: SupervisedFineTuneRequest, field: str) -> DatasetRef:
         """Resolve a data set and check what can be checked at once: all rows of a small one, else the first.
 
@@ -260,7 +266,7 @@ class JobService:
         )
 
     def _clean_partial(self, job_uuid: str) -> None:
-        clean_partial(checkpoints_root(self._home, job_uuid))
+        clean_partial(checkpoints_root(self._home, job_uuid), self._store.announced_steps(job_uuid))
 
 
 def _hash(request: SupervisedFineTuneRequest) -> str:

@@ -20,8 +20,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from apis.datasets.models import IterrowsResponse
-from apis.post_training.models import JobStatus, PostTrainingJobLogStream
+from apis.post_training.models import JobStatus
 from distributions.cli import post_training as post_training_commands
 from distributions.cli import progress
 from distributions.cli.main import app
@@ -384,39 +383,6 @@ def test_logs_are_printed_once_and_followed_to_the_end(stack: InMemoryStack, dat
     assert run("post_training", "logs", "j1", "--follow").splitlines() == ["job accepted", *steps]
     streamed = [json.loads(line) for line in run("post_training", "logs", "j1", "--follow", "--json").splitlines()]
     assert streamed[-1]["next"] == STEPS + 1
-
-
-def test_a_log_of_many_pages_is_printed_whole(stack: InMemoryStack, data: Path, monkeypatch: pytest.MonkeyPatch):
-    submit(data, "--follow")
-    lines = [f"line {number}" for number in range(2500)]
-
-    async def paged(job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
-        page = lines[after : after + 1000]
-        return PostTrainingJobLogStream(job_uuid=job_uuid, log_lines=page, next=after + len(page))
-
-    monkeypatch.setattr(stack.post_training, "get_job_logs", paged)
-    assert run("post_training", "logs", "j1").splitlines() == lines
-    assert run("post_training", "logs", "j1", "--follow").splitlines() == lines
-    whole = json.loads(run("post_training", "logs", "j1", "--json"))
-    assert whole == {"job_uuid": "j1", "log_lines": lines, "next": 2500}
-    streamed = [json.loads(line) for line in run("post_training", "logs", "j1", "--follow", "--json").splitlines()]
-    assert [line for page in streamed for line in page["log_lines"]] == lines
-
-
-def test_rows_that_the_server_gives_in_pieces_are_printed_whole(
-    stack: InMemoryStack, data: Path, monkeypatch: pytest.MonkeyPatch
-):
-    rows = [{"n": n} for n in range(7)]
-
-    async def paged(dataset_id: str, start_index: int | None = None, limit: int | None = None) -> IterrowsResponse:
-        start = start_index or 0
-        size = 3 if limit is None or limit == -1 else min(3, limit)
-        return IterrowsResponse(data=rows[start : start + size], has_more=start + size < len(rows))
-
-    monkeypatch.setattr(stack.datasets, "iterrows", paged)
-    for options, expected in ((("--limit", "-1"), rows), (("--start", "1", "--limit", "5"), rows[1:6])):
-        assert [json.loads(line) for line in run("datasets", "rows", "d", *options).splitlines()] == expected
-    assert json.loads(run("datasets", "rows", "d", "--limit", "4", "--json"))["has_more"] is True
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from apis.errors import InvalidField
+from apis.errors import Conflict, InvalidField
 from apis.post_training.models import JobStatus, PostTrainingJobStatusResponse
 from post_training.catalog.importing import import_model
 from post_training.client import StackClient
@@ -66,7 +66,12 @@ def rows(count: int) -> list[dict[str, Any]]:
 def request(job_uuid: str, dataset: str, **training: Any) -> dict[str, Any]:
     training = {"n_epochs": 2, "dtype": "fp32", **training}
     data = {"dataset_id": dataset, "batch_size": 4, **training.pop("data_config", {})}
-    return {"job_uuid": job_uuid, "model": MODEL, "training_config": {**training, "data_config": data}}
+    return {
+        "job_uuid": job_uuid,
+        "model": MODEL,
+        "training_config": {**training, "data_config": data},
+        "algorithm_config": {"type": "LoRA", "rank": 6, "alpha": 12},
+    }
 
 
 def submit(client: StackClient, job_uuid: str, count: int, **training: Any) -> None:
@@ -167,7 +172,10 @@ def test_training_goes_on_from_a_checkpoint_exactly(
     client: StackClient, home: Path, trained: PostTrainingJobStatusResponse
 ):
     body = request("again", "first-data", n_epochs=1, optimizer_config={"lr": 1e-30}, dtype="bf16")
-    client.post_training.supervised_fine_tune(**{**body, "model": "tiny-sft-first-1"})
+    body |= {"model": "tiny-sft-first-1", "algorithm_config": {"type": "LoRA"}}
+    with pytest.raises(InvalidField, match="own rank"):
+        client.post_training.supervised_fine_tune(**{**body, "algorithm_config": {"type": "LoRA", "rank": 32}})
+    client.post_training.supervised_fine_tune(**body)
     status = client.post_training.wait("again", poll_seconds=0.2, timeout=120)
     assert status.status is JobStatus.completed, status.error
     assert status.checkpoints[0].identifier == "tiny-sft-first-1-sft-again-0"
@@ -279,6 +287,31 @@ def test_a_base_model_is_trained_by_its_directory(client: StackClient):
         client.post_training.supervised_fine_tune(
             **{**request("mixed", "by-directory"), "model": "tiny-sft-by-directory-0", "checkpoint_dir": "tiny"}
         )
+
+
+def test_a_job_whose_checkpoints_could_not_have_their_names_is_refused_at_once(
+    client: StackClient, trained: PostTrainingJobStatusResponse
+):
+    client.models.register("tiny-sft-named-1", provider_model_id=MODEL)
+    with pytest.raises(Conflict, match="tiny-sft-named-1"):
+        client.post_training.supervised_fine_tune(**request("named", "first-data"))
+    # Both would make tiny-sft-first-1-sft-z-0.
+    client.post_training.supervised_fine_tune(**request("first-1-sft-z", "first-data"))
+    client.post_training.cancel("first-1-sft-z")
+    with pytest.raises(Conflict, match="first-1-sft-z"):
+        client.post_training.supervised_fine_tune(**{**request("z", "first-data"), "model": "tiny-sft-first-1"})
+
+
+def test_a_verification_that_is_cut_short_leaves_no_unproven_checkpoint(client: StackClient, home: Path):
+    submit(client, "cut-short", 4, n_epochs=1)
+    until(client, "cut-short", lambda s: s.progress is not None and s.progress.phase == "verify")
+    assert list((home / "jobs" / "cut-short" / "checkpoints").iterdir())
+    os.kill(worker_pid("cut-short"), signal.SIGKILL)
+    status = client.post_training.wait("cut-short", poll_seconds=0.1, timeout=30)
+    assert status.error is not None
+    assert status.error.code == "worker_died"
+    folder = home / "jobs" / "cut-short" / "checkpoints"
+    until(client, "cut-short", lambda _: not list(folder.iterdir()))
 
 
 def test_fewer_rows_than_a_batch_still_make_a_step(client: StackClient):

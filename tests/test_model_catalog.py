@@ -345,6 +345,9 @@ async def test_an_id_cannot_be_given_twice(catalog: ModelCatalog, tmp_path: Path
         await catalog.register_model(RegisterModelRequest(model_id="y", provider_model_id="nope"))
     with pytest.raises(InvalidField):
         await catalog.register_model(RegisterModelRequest(model_id="a", model_type="embedding"))
+    with pytest.raises(InvalidField, match="must be a string"):
+        await catalog.register_model(RegisterModelRequest(model_id="a", metadata={"provider_id": 7}))
+    assert len((await catalog.list_models()).data) == 3
 
 
 async def test_registering_upstreams_checkpoint_name_keeps_it_at_the_newest_job(catalog: ModelCatalog, tmp_path: Path):

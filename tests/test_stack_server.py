@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import json
 import sys
-import threading
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
@@ -18,9 +17,6 @@ import httpx
 import pytest
 import pytest_asyncio
 from pydantic import BaseModel
-from starlette.requests import Request
-from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
 
 from apis.common import Api
 from apis.errors import DataInvalid, JobNotFound, NotSupported, PortBusy, QueueFull, RunConfigInvalid, StackError
@@ -36,7 +32,6 @@ from apis.post_training import (
     SupervisedFineTuneRequest,
 )
 from distributions import stack as stack_module
-from distributions.middleware import SMALL_BODY_BYTES, TranslateBody, hash_key
 from distributions.resolver import plan
 from distributions.run_config import StackRunConfig
 from distributions.server import bind, check_exposure, create_app
@@ -460,23 +455,6 @@ async def test_a_body_over_the_limit_is_413_whether_its_length_is_told_or_not(no
             assert (answer.status_code, answer.json()["error"]["code"]) == (413, "too_large")
 
 
-async def test_a_large_body_is_translated_beside_the_event_loop():
-    threads = []
-
-    def translation(body: dict[str, Any]) -> dict[str, Any]:
-        threads.append(threading.get_ident())
-        return {**body, "translated": True}
-
-    async def echo(scope: Scope, receive: Receive, send: Send) -> None:
-        await Response(str(json.loads(await Request(scope, receive).body())["translated"]))(scope, receive, send)
-
-    app = TranslateBody(echo, {"/": translation})
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://stack") as http:
-        for size in (10, SMALL_BODY_BYTES):
-            assert (await http.post("/", json={"text": "x" * size})).text == "True"
-    assert threads[0] == threading.get_ident() != threads[1]
-
-
 # -- keys and addresses ----------------------------------------------------------------------------------------------
 
 
@@ -492,14 +470,6 @@ async def test_without_the_key_only_health_is_answered(locked: Notes, header: st
 
 async def test_with_the_key_everything_is_answered(locked: Notes):
     assert (await locked.http.get("/v1/models", headers={"authorization": "Bearer sesame"})).status_code == 200
-
-
-def test_a_key_may_be_given_as_its_digest():
-    # From `printf sesame | sha256sum`.
-    digest = "d0c04f4b1951e4aeaaec8223ed2039e542f3aae805a6fa7f6d794e5afff5d272"
-    assert hash_key(f"sha256:{digest}") == hash_key("sesame") == bytes.fromhex(digest)
-    with pytest.raises(StackError, match="64 hexadecimal"):
-        hash_key("sha256:abc")
 
 
 @pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])

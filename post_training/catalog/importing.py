@@ -177,7 +177,12 @@ def _chunks(file: Any) -> Iterator[bytes]:
 
 def _download(request: dict[str, Any]) -> dict[str, Any]:
     from huggingface_hub import snapshot_download
-    from huggingface_hub.errors import GatedRepoError, RepositoryNotFoundError
+    from huggingface_hub.errors import (
+        GatedRepoError,
+        HfHubHTTPError,
+        LocalEntryNotFoundError,
+        RepositoryNotFoundError,
+    )
 
     repository = request["repository"]
     patterns = [f"*{suffix}" for suffix in (".safetensors", *sorted(_TAKEN_SUFFIXES))] + [
@@ -189,6 +194,8 @@ def _download(request: dict[str, Any]) -> dict[str, Any]:
         raise ModelNotFound(f"{repository} is gated: ask for access at the hub, then set HF_TOKEN") from error
     except RepositoryNotFoundError as error:
         raise ModelNotFound(f"the hub has no {repository}, or it is private: set HF_TOKEN") from error
+    except (OSError, HfHubHTTPError, LocalEntryNotFoundError) as error:
+        raise Unavailable(f"{repository} could not be fetched: the hub cannot be reached from here") from error
     return {"directory": directory}
 
 

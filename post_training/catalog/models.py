@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -163,6 +163,18 @@ class ModelCatalog:
                 created_at=now(),
             )
         )
+
+    def refuse_taken(self, identifiers: Iterable[str]) -> None:
+        """Raises Conflict where a model, checkpoint or other name has one of `identifiers`."""
+        wanted = set(identifiers)
+        with self.database.reading() as session:
+            for kind in (BaseModelRow, CheckpointModelRow, AliasRow):
+                if taken := wanted.intersection(session.scalars(select(kind.identifier))):
+                    raise Conflict(
+                        f"a checkpoint of this job would be called {min(taken)!r}, which is taken: "
+                        "choose another job_uuid",
+                        param="job_uuid",
+                    )
 
     def mark_job_completed(self, session: Session, job_uuid: str) -> None:
         """From now on `<model>-sft-<epoch>` may mean this job's checkpoints."""

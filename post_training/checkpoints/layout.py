@@ -17,6 +17,7 @@ import os
 import re
 import secrets
 import shutil
+from collections.abc import Collection
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -200,16 +201,25 @@ def check_files(directory: Path) -> Manifest:
     return manifest
 
 
-def clean_partial(root: Path) -> None:
-    """Remove what a killed writer left under `root`. Call it only where no other writer can be at work there."""
+def clean_partial(root: Path, announced: Collection[int] | None = None) -> None:
+    """Remove what an ended writer left under `root`. Call it only where no other writer can be at work there.
+
+    Args:
+        announced: the steps that the store knows; a complete directory of another step was never verified or announced
+            and goes too. None keeps every complete one.
+    """
     if not root.is_dir():
         return
     for path in root.iterdir():
         left_over = _LEFT_OVER.fullmatch(path.name)
         if left_over and left_over[2] == "old" and not (root / left_over[1]).exists():
             path.rename(root / left_over[1])  # killed between the two renames of a replacement: the old one stands
-        elif left_over or (path.name.isdecimal() and not (path / MANIFEST).is_file()):
+        elif left_over or (path.name.isdecimal() and not _stands(path, announced)):
             shutil.rmtree(path)
+
+
+def _stands(path: Path, announced: Collection[int] | None) -> bool:
+    return (path / MANIFEST).is_file() and (announced is None or int(path.name) in announced)
 
 
 def _tree(directory: Path) -> list[str]:

@@ -55,7 +55,11 @@ def _json(request: BaseModel) -> Any:
 
 def supervised_fine_tune(request: SupervisedFineTuneRequest) -> Call[PostTrainingJob]:
     path = "/v1alpha/post-training/supervised-fine-tune"
-    return Call("POST", path, parse_as(PostTrainingJob), body=_json(request))
+    body = _json(request)
+    if (algorithm := request.algorithm_config) is not None:
+        # Without defaults: what is left out here is taken from the adapter where training goes on from one.
+        body["algorithm_config"] = {"type": algorithm.type, **algorithm.model_dump(mode="json", exclude_unset=True)}
+    return Call("POST", path, parse_as(PostTrainingJob), body=body)
 
 
 def preference_optimize(request: PreferenceOptimizeRequest) -> Call[PostTrainingJob]:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from datetime import datetime, timedelta
 from typing import Any
 
-from sqlalchemy import func, select
+from sqlalchemy import func, literal, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Session
 
@@ -48,6 +48,7 @@ class JobStore:
             with self.database.session() as session:
                 if self._same_job(session, spec.job_uuid, body_hash):
                     return False
+                _check_checkpoint_ids(session, spec)
                 self._check_room(session, max_queued)
                 job = JobRow(
                     job_uuid=spec.job_uuid,
@@ -88,6 +89,9 @@ class JobStore:
         with self.database.reading() as session:
             query = select(CheckpointRow).where(CheckpointRow.job_uuid == job_uuid).order_by(CheckpointRow.step)
             return session.scalars(query).all()
+
+    def announced_steps(self, job_uuid: str) -> frozenset[int]:
+        return frozenset(row.step for row in self.checkpoints(job_uuid))
 
     def events(self, job_uuid: str, after: int, limit: int = 1000) -> Sequence[EventRow]:
         """Events with an id greater than `after`, in order. Raises JobNotFound."""
@@ -271,6 +275,19 @@ def _job(session: Session, job_uuid: str, *, lock: bool = False) -> JobRow:
     if job is None:
         raise JobNotFound(f"no job {job_uuid!r}; `postgrad post_training list` shows all", param="job_uuid")
     return job
+
+
+def _check_checkpoint_ids(session: Session, spec: JobSpec) -> None:
+    """Refuse a job whose checkpoints would be called as another's: model `m-sft-a` with job `b`, `m` with `a-sft-b`."""
+    model, job_uuid = spec.model.identifier, spec.job_uuid
+    prefix = literal(model + "-sft-" + job_uuid)
+    query = select(JobRow.job_uuid).where(JobRow.model + "-sft-" + JobRow.job_uuid == prefix)
+    if (other := session.scalar(query.limit(1))) is not None:
+        raise Conflict(
+            f"checkpoints of {model!r} in job {job_uuid!r} would be called as those of job {other!r}; "
+            "choose another job_uuid",
+            param="job_uuid",
+        )
 
 
 def _owned(session: Session, job_uuid: str, owner: str | None) -> JobRow:

@@ -17,7 +17,7 @@ from post_training.checkpoints.state import load_training_state, masters_of, res
 from post_training.data.batching import epoch_order, micro_batches, steps
 from post_training.data.preflight import TokenizedDataset
 from post_training.data.types import TokenizedRow
-from post_training.jobs.spec import JobSpec
+from post_training.jobs.spec import DatasetRef, JobSpec
 from post_training.training.interruption import Interrupted
 from post_training.training.trainer import StepResult, Trainer, ValidationResult
 from post_training.worker import setup
@@ -65,13 +65,22 @@ class JobLoop:
 
     def _tokenize(self) -> tuple[TokenizedDataset, TokenizedDataset | None]:
         self._phase("tokenize")
-        training = setup.tokenize(self._spec, self._spec.dataset)
-        validation = setup.tokenize(self._spec, self._spec.validation) if self._spec.validation else None
+        training = self._read(self._spec.dataset, "dataset_id")
+        validation = self._read(self._spec.validation, "validation_dataset_id") if self._spec.validation else None
         self._report_data("dataset", training)
         if validation is not None:
             self._report_data("validation_dataset", validation)
         self._lease.update(report={"max_seq_len": setup.max_seq_len(self._spec)})
         return training, validation
+
+    def _read(self, reference: DatasetRef, field: str) -> TokenizedDataset:
+        """Raises DataInvalid, naming the data set."""
+        try:
+            return setup.tokenize(self._spec, reference)
+        except DataInvalid as error:
+            raise DataInvalid(
+                f"data set {reference.dataset_id!r}, {error.message}", param=f"training_config.data_config.{field}"
+            ) from error
 
     def _report_data(self, name: str, data: TokenizedDataset) -> None:
         """Store what was read. Raises DataInvalid where an earlier attempt of this job read something else."""

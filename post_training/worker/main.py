@@ -45,20 +45,24 @@ def main() -> None:
 
 def _attempt(lease: Lease, home: Path) -> None:
     """Run the job and store the attempt's end. Raises LeaseLost."""
-    checkpoints = checkpoints_root(home, lease.job_uuid)
     try:
-        clean_partial(checkpoints)
+        _clean(lease, home)
         _run(lease, home)
     except LeaseLost:
         raise
     except Interrupted:
         if lease.stop_reason != "lost":
-            clean_partial(checkpoints)
+            _clean(lease, home)
             _store_interruption(lease)
     except Exception as error:
         logger.exception("job %s failed", lease.job_uuid)
-        lease.finish(JobStatus.failed, "the job failed", failure(error))
-        clean_partial(checkpoints)
+        told = failure(error)
+        lease.finish(JobStatus.failed, f"{told.code}: {told.message}", told)
+        _clean(lease, home)
+
+
+def _clean(lease: Lease, home: Path) -> None:
+    clean_partial(checkpoints_root(home, lease.job_uuid), lease.store.announced_steps(lease.job_uuid))
 
 
 def _run(lease: Lease, home: Path) -> None:

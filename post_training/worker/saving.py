@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 from dataclasses import asdict
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -38,19 +37,15 @@ def save_checkpoint(
     """Write the checkpoint of an epoch, have a separate process verify it, then announce it.
 
     Raises:
-        CheckpointUnverified: what was written does not compute what was trained; it is removed again.
+        CheckpointUnverified: what was written does not compute what was trained; what is not announced goes when the
+            attempt ends.
         DiskFull, LeaseLost.
     """
     identifier = checkpoint_identifier(spec.model.identifier, spec.job_uuid, epoch)
     directory, merged = _write(spec, home, trainer, epoch, metric, progress, identifier)
     progress.phase = "verify"
     lease.update(progress=progress, message=f"checkpoint {identifier} written, verifying")
-    try:
-        verification = {**_verify(spec, directory), **merged}
-    except Exception:
-        # Complete but not proven: nobody may find it.
-        shutil.rmtree(directory, ignore_errors=True)
-        raise
+    verification = {**_verify(spec, directory), **merged}
 
     def row() -> CheckpointRow:
         return CheckpointRow(

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from typing import Literal
+import logging
+from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+
+logger = logging.getLogger(__name__)
+
+_META_REFERENCE = frozenset(
+    {
+        "model",
+        "torch_seed",
+        "max_seq_len",
+        "max_batch_size",
+        "model_parallel_size",
+        "create_distributed_process_group",
+        "checkpoint_dir",
+        "quantization",
+    }
+)
+"""Settings of Llama Stack's inline::meta-reference, in whose place this provider stands in older run.yaml files."""
 
 
 class TransformersInferenceConfig(BaseModel):
     """Settings of the inference worker."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", coerce_numbers_to_str=True)
 
     device: Literal["auto", "cpu", "cuda"] = Field("auto", description="auto: CUDA if there, else the CPU")
     dtype: Literal["auto", "bf16", "fp32"] = Field(
@@ -27,3 +44,15 @@ class TransformersInferenceConfig(BaseModel):
     idle_unload_seconds: float | None = Field(
         900, gt=0, description="The worker ends, and frees its memory, when unused for so long; null: never"
     )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_meta_reference(cls, values: Any) -> Any:
+        """Take max_seq_len of a meta-reference section; the rest of it has no counterpart, which one warning says."""
+        if not isinstance(values, dict) or not (foreign := _META_REFERENCE & values.keys()):
+            return values
+        without = ", ".join(sorted(foreign - {"max_seq_len"}))
+        logger.warning("inference: settings of inline::meta-reference; without effect here: %s", without or "none")
+        kept = {name: value for name, value in values.items() if name not in foreign}
+        longest = values.get("max_seq_len")
+        return kept if longest is None else {"max_context_tokens": longest, **kept}

@@ -28,7 +28,7 @@ class TorchtunePostTrainingConfig(BaseModel):
         model_roots: folders that a request's `checkpoint_dir` may point into; null: the state folder's `models`.
     """
 
-    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+    model_config = ConfigDict(extra="forbid", protected_namespaces=(), coerce_numbers_to_str=True)
 
     torch_seed: int | None = Field(default=None, ge=0, lt=2**63)
     checkpoint_format: Literal["meta", "huggingface"] | None = None

@@ -72,16 +72,17 @@ def check_request(request: SupervisedFineTuneRequest, model: ResolvedModel) -> L
 def _algorithm(
     request: SupervisedFineTuneRequest, model: ResolvedModel, architecture: Architecture
 ) -> LoraFinetuningConfig:
-    algorithm = request.algorithm_config
-    if algorithm is None:
-        adapter = model.adapter_dir
-        return LoraFinetuningConfig() if adapter is None else settings_of_adapter(adapter, architecture)
-    if not isinstance(algorithm, LoraFinetuningConfig):
+    """The request's; going on from an adapter, its settings for all that the request leaves out."""
+    asked = request.algorithm_config or LoraFinetuningConfig()
+    if not isinstance(asked, LoraFinetuningConfig):
         raise InvalidField(
             "inline::torchtune trains LoRA adapters; QAT is not offered, use {'type': 'LoRA', ...}",
             param="algorithm_config.type",
         )
-    return algorithm
+    if model.adapter_dir is None:
+        return asked
+    given = {name: getattr(asked, name) for name in asked.model_fields_set}
+    return settings_of_adapter(model.adapter_dir, architecture).model_copy(update=given)
 
 
 def _refuse_unavailable(algorithm: LoraFinetuningConfig, training: TrainingConfig) -> None:
