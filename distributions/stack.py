@@ -19,7 +19,7 @@ from sqlalchemy.exc import SQLAlchemyError
 import post_training.jobs.tables  # noqa: F401
 from apis.common import Api
 from apis.datasets.models import RegisterDatasetRequest
-from apis.errors import PostgradError, RunConfigInvalid, StackError
+from apis.errors import Conflict, PostgradError, RunConfigInvalid, StackError
 from apis.models.models import RegisterModelRequest
 from distributions.home import ensure_home
 from distributions.resolver import BuiltProvider, PlannedProvider, build
@@ -167,7 +167,11 @@ async def _register_listed(stack: Stack) -> None:
             continue
         with _naming(f"datasets.{index}"):
             request = RegisterDatasetRequest(**dataset.model_dump(exclude={"provider_id"}))
-            await stack.datasets.register_dataset(request, provider_id=dataset.provider_id or None)
+            try:
+                await stack.datasets.register_dataset(request, provider_id=dataset.provider_id or None)
+            except Conflict as error:
+                # Editing the file must not keep the server down, where alone the old one could be unregistered.
+                log.warning("datasets.%d: the stored one stays: %s", index, error.message)
 
 
 @contextmanager

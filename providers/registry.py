@@ -25,6 +25,14 @@ _LOCALFS = ProviderSpec(
     config_class="providers.localfs.config.LocalFSConfig",
     description="Rows from files under allowed roots, data: URIs and requests",
 )
+_HUB = ProviderSpec(
+    api=Api.datasetio,
+    provider_type="remote::huggingface",
+    module="providers.hub.provider",
+    config_class="providers.hub.config.HuggingfaceDatasetsConfig",
+    description="Data sets of the Hugging Face hub",
+    pip_packages=("postgrad[torchtune]",),
+)
 _TRANSFORMERS = ProviderSpec(
     api=Api.inference,
     provider_type="inline::transformers",
@@ -35,7 +43,7 @@ _TRANSFORMERS = ProviderSpec(
     capabilities=("chat_completions", "completions", "streaming"),
 )
 
-BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _LOCALFS, _TRANSFORMERS)
+BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _LOCALFS, _HUB, _TRANSFORMERS)
 
 ALIASES: dict[tuple[Api, str], str] = {
     (Api.post_training, "inline::torchtune-cpu"): "inline::torchtune",

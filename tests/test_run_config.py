@@ -76,6 +76,7 @@ providers:
     config: {kvstore: {db_path: "${env.NOT_SET_ANYWHERE}"}}
   datasetio:
   - {provider_id: localfs, provider_type: inline::localfs, config: {}}
+  - {provider_id: huggingface, provider_type: remote::huggingface, config: {}}
   post_training:
   - provider_id: torchtune-post-training
     provider_type: inline::torchtune

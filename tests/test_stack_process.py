@@ -16,8 +16,10 @@ import httpx
 import pytest
 from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
-from providers.registry import BUILT_IN
+from apis.datasets.models import URIDataSource
+from providers.hub.provider import HubDatasets
 from tests.served_stack import TEMPLATE, served
+from tests.test_run_config import UPSTREAM
 
 SUBMIT = "/v1/post-training/supervised-fine-tune"
 
@@ -38,7 +40,11 @@ def test_the_template_answers_version_health_providers_routes_and_models(templat
     assert httpx.get(f"{template}/v1/health").json() == {"status": "OK"}
     assert httpx.get(f"{template}/v1/version").json() == {"version": "0.1.0"}
     providers = httpx.get(f"{template}/v1/providers").json()["data"]
-    assert {(p["api"], p["provider_type"]) for p in providers} == {(s.api.value, s.provider_type) for s in BUILT_IN}
+    assert {(p["api"], p["provider_type"]) for p in providers} == {
+        ("post_training", "inline::torchtune"),
+        ("datasetio", "inline::localfs"),
+        ("inference", "inline::transformers"),
+    }
     routes = {(r["method"], r["route"]) for r in httpx.get(f"{template}/v1/inspect/routes").json()["data"]}
     for prefix in ("/v1", "/v1/openai/v1"):
         assert ("POST", f"{prefix}/chat/completions") in routes
@@ -151,3 +157,25 @@ def test_the_server_never_imports_torch():
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
+
+
+def test_an_upstream_run_yaml_is_served(tmp_path: Path):
+    run_yaml = tmp_path / "upstream.yaml"
+    run_yaml.write_text(UPSTREAM)
+    store = tmp_path / "store"
+    log = tmp_path / "log"
+    with (
+        log.open("w") as errors,
+        served(tmp_path / "home", stack=str(run_yaml), stderr=errors, SQLITE_STORE_DIR=str(store)) as (url, _),
+    ):
+        providers = {p["provider_id"]: p for p in httpx.get(f"{url}/v1/providers").json()["data"]}
+        with LlamaStackClient(base_url=url, max_retries=0) as client:
+            assert client.post_training.job.list() == []
+            source = {"type": "rows", "rows": [{"prompt": "a", "completion": "b"}]}
+            assert client.datasets.register(purpose="post-training/messages", source=source).provider_id == "localfs"  # pyright: ignore[reportArgumentType]
+    assert set(providers) == {"meta-reference-inference", "localfs", "huggingface", "torchtune-post-training"}
+    assert providers["meta-reference-inference"]["config"]["max_context_tokens"] == 4096
+    assert log.read_text().count("inline::meta-reference") == 1
+    assert (store / "registry.db").is_file()
+    assert HubDatasets("hub").accepts(URIDataSource(uri="huggingface://datasets/a/b?split=train"))
+    assert not HubDatasets("hub").accepts(URIDataSource(uri="data:text/csv,a"))

@@ -512,7 +512,7 @@ async def test_a_listed_data_set_is_read_by_the_provider_it_names(monkeypatch: p
     for _ in range(2):
         async with notes_of(monkeypatch, tmp_path / "home", None, datasets=listed, providers=providers) as notes:
             assert (await notes.http.get("/v1/datasets/d")).json()["provider_id"] == "second"
-    listed[0]["provider_id"] = "notebook"
+    listed[0] |= {"dataset_id": "e", "provider_id": "notebook"}
     with pytest.raises(RunConfigInvalid, match=r"datasets\.0: "):
         async with notes_of(monkeypatch, tmp_path / "home", None, datasets=listed, providers=providers):
             pass
@@ -525,6 +525,16 @@ async def test_listed_data_sets_are_registered_at_every_boot(monkeypatch: pytest
         async with notes_of(monkeypatch, tmp_path / "home", None, datasets=listed) as notes:
             data = (await notes.http.get("/v1/datasets")).json()["data"]
             assert [d["identifier"] for d in data] == ["d"]
+
+
+async def test_a_listed_data_set_that_was_edited_keeps_its_stored_form_and_the_server_up(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    for number in (1, 2):
+        listed = [{"dataset_id": "d", "source": {"type": "rows", "rows": [{"n": number}]}}]
+        async with notes_of(monkeypatch, tmp_path / "home", None, datasets=listed) as notes:
+            assert (await notes.http.get("/v1/datasetio/iterrows/d")).json()["data"] == [{"n": 1}]
+    assert "datasets.0: the stored one stays" in caplog.text
 
 
 async def test_a_listed_model_that_is_not_there_is_named_and_nothing_is_left(

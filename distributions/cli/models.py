@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -102,6 +103,10 @@ def export_model(
     ],
     merged: Annotated[bool, typer.Option("--merged", help="Adapter merged into its base: a whole model.")] = False,
     dtype: Annotated[Literal["fp32", "bf16"], typer.Option("--dtype", help="Number format of the weights.")] = "fp32",
+    stack: Annotated[
+        str | None,
+        typer.Option("--stack", help="The stack's template or run.yaml, if its store is not the default one."),
+    ] = None,
 ) -> None:
     """Write a checkpoint of this machine's state folder as a whole Hugging Face model and print where it lies.
 
@@ -113,20 +118,24 @@ def export_model(
 
     if not merged:
         raise typer.BadParameter("give --merged: the adapter alone is part of every checkpoint already")
-    with _local_catalog(state_home()) as catalog:
+    with _local_catalog(state_home(), stack) as catalog:
         print(export_merged(catalog, checkpoint_id, dtype))
 
 
 @contextmanager
-def _local_catalog(home: Path) -> Iterator[ModelCatalog]:
-    """The models of a state folder with the default store. Raises StackError where there is none."""
-    from distributions.run_config import StoreConfig
+def _local_catalog(home: Path, stack: str | None) -> Iterator[ModelCatalog]:
+    """The models of a state folder, in the store that `stack` names. Raises StackError where there is none."""
+    from distributions.run_config import StoreConfig, load_run_config
     from post_training.catalog.models import ModelCatalog
     from post_training.jobs.database import Database
 
-    url = StoreConfig().sqlalchemy_url(home)
-    if not Path(url.removeprefix("sqlite:///")).is_file():
-        raise StackError(f"{home} holds no store of a stack; set $POSTGRAD_HOME to the stack's state folder")
+    store = load_run_config(stack, os.environ).metadata_store if stack else StoreConfig()
+    url = store.sqlalchemy_url(home)
+    if url.startswith("sqlite") and not Path(url.removeprefix("sqlite:///")).is_file():
+        raise StackError(
+            f"{home} holds no store of a stack; set $POSTGRAD_HOME to the stack's state folder, "
+            "or name its run.yaml with --stack"
+        )
     database = Database(url)
     try:
         database.create_tables()

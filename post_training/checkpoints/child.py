@@ -12,18 +12,16 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
 from apis.errors import OutOfMemory, PostgradError, error_class
-from post_training.processes import python_module, torch_environment
+from post_training.processes import LIFELINE, die_with_caller, python_module, torch_environment
 
 logger = logging.getLogger(__name__)
 _LOGGED_CHARACTERS = 4000
-_LIFELINE = "POSTGRAD_LIFELINE_FD"
 
 
 def run_child(
@@ -64,7 +62,7 @@ def run_child(
 
 def serve_child(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     """The child's side: one request through `handler`. What libraries print goes to standard error."""
-    _die_with_caller()
+    die_with_caller()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
     request = json.loads(sys.stdin.read())
@@ -86,7 +84,7 @@ def _start(module: str, lifeline: int, threads: int | None) -> subprocess.Popen[
         pass_fds=(lifeline,),
         start_new_session=True,
         text=True,
-        env={**torch_environment(threads), _LIFELINE: str(lifeline)},
+        env={**torch_environment(threads), LIFELINE: str(lifeline)},
     )
 
 
@@ -108,15 +106,3 @@ def _silence(code: int, what: str, failure: type[PostgradError]) -> PostgradErro
     if code == -signal.SIGKILL:
         return OutOfMemory(f"{what} was killed by the system, most likely for lack of memory: use a smaller model")
     return failure(f"{what} ended with code {code} and no answer; the log of the process that asked for it says why")
-
-
-def _die_with_caller() -> None:
-    lifeline = os.environ.pop(_LIFELINE, None)
-    if lifeline is None:
-        return  # started by hand
-
-    def watch() -> None:
-        os.read(int(lifeline), 1)
-        os._exit(1)
-
-    threading.Thread(target=watch, daemon=True).start()

@@ -1,0 +1,1 @@
+"""remote::huggingface: data sets of the Hugging Face hub."""
