@@ -7,7 +7,7 @@ import os
 from tests.model_fixture import smollm2
 
 # Tests run models in several processes at once: threads that spin would take the cores from each other.
-os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 

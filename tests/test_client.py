@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -25,44 +25,12 @@ from apis.post_training import LoraFinetuningConfig, SupervisedFineTuneRequest, 
 from post_training.client import AsyncStackClient, StackClient
 from post_training.client import core as client_core
 from post_training.client.errors import error_from_response, invalid_request
+from tests.client_session import Session
 from tests.in_memory_stack import BASE_MODEL, DIVERGING_MODEL, STEPS, InMemoryStack, fault, running
 
 ROWS = [
     {"messages": [{"role": "user", "content": "hi"}, {"role": "assistant", "content": f"ho {n}"}]} for n in range(3)
 ]
-
-
-class Session:
-    """One of the two clients, driven alike: `do` returns a verb's result, `collect` a stream's items."""
-
-    def __init__(self, kind: str, url: str, **options: Any) -> None:
-        self._runner = asyncio.Runner() if kind == "async" else None
-        self._client: Any = AsyncStackClient(url, **options) if self._runner else StackClient(url, **options)
-
-    def do(self, verb: Callable[[Any], Any]) -> Any:
-        if self._runner is None:
-            return verb(self._client)
-
-        async def call() -> Any:
-            return await verb(self._client)
-
-        return self._runner.run(call())
-
-    def collect(self, verb: Callable[[Any], Any], into: list[Any]) -> None:
-        if self._runner is None:
-            into.extend(item for item in verb(self._client))
-            return
-
-        async def read() -> None:
-            async for item in verb(self._client):
-                into.append(item)
-
-        self._runner.run(read())
-
-    def close(self) -> None:
-        self.do(lambda client: client.close())
-        if self._runner is not None:
-            self._runner.close()
 
 
 @pytest.fixture(autouse=True)
