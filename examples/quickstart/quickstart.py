@@ -135,10 +135,14 @@ def print_evaluation(result: Evaluation) -> None:
 
 
 def print_comparison(before: Evaluation, after: Evaluation) -> None:
-    for old, new in list(zip(before.answers, after.answers, strict=True))[:EXAMPLES]:
+    # Evenly spaced over the rows, whatever the model made of them.
+    for old, new in list(zip(before.answers, after.answers, strict=True))[:: len(after.answers) // EXAMPLES][:EXAMPLES]:
         console.print(f"message  {old.message}")
-        console.print(f"before   {one_line(old.text)}", style="red")
-        console.print(f"after    {one_line(new.text)}\n", style="green" if new.right else "red")
+        for name, answer in (("before", old), ("after", new)):
+            verdict = "right" if answer.right else f"wrong, wanted {answer.expected}"
+            text = f"{name:8} {one_line(answer.text)}  [{verdict}]"
+            console.print(text, style="green" if answer.right else "red")
+        console.print()
     table = Table(box=None, pad_edge=False)
     for title in ("", "exact match", "seconds"):
         table.add_column(title, justify="left" if not title else "right")

@@ -123,7 +123,7 @@ class DatasetCatalog:
     def _register(self, request: RegisterDatasetRequest, provider_id: str | None) -> Dataset:
         identifier = request.dataset_id or f"dataset-{uuid.uuid4()}"
         fingerprint = _fingerprint(request)
-        with self._database.session() as session:
+        with self._database.reading() as session:
             found = session.get(DatasetRow, identifier)
         if found is not None:
             return self._same_or_conflict(found, fingerprint, provider_id)
@@ -198,7 +198,7 @@ class DatasetCatalog:
         return open_rows(_SOURCE.validate_python(row.source), self._policy(row))
 
     def _list(self) -> ListDatasetsResponse:
-        with self._database.session() as session:
+        with self._database.reading() as session:
             rows = session.scalars(select(DatasetRow).order_by(DatasetRow.created_at, DatasetRow.identifier)).all()
         return ListDatasetsResponse(data=[_dataset(row, _SOURCE.validate_python(row.source)) for row in rows])
 
@@ -213,7 +213,7 @@ class DatasetCatalog:
         return _dataset(row, source, truncated)
 
     def _find(self, dataset_id: str) -> DatasetRow:
-        with self._database.session() as session:
+        with self._database.reading() as session:
             return _load(session, dataset_id)
 
     def _unregister(self, dataset_id: str) -> None:

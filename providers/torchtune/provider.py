@@ -62,7 +62,7 @@ def check_request(request: SupervisedFineTuneRequest, model: ResolvedModel) -> L
             param="training_config.data_config.max_seq_len",
         )
     algorithm = _algorithm(request, model, architecture)
-    _refuse_unavailable(algorithm, request.training_config)
+    _refuse_unavailable(request.training_config)
     check_lora(architecture, algorithm)
     if model.adapter_dir is not None:
         check_adapter(model.adapter_dir, architecture, AdapterShape.of_request(algorithm))
@@ -85,13 +85,7 @@ def _algorithm(
     return settings_of_adapter(model.adapter_dir, architecture).model_copy(update=given)
 
 
-def _refuse_unavailable(algorithm: LoraFinetuningConfig, training: TrainingConfig) -> None:
-    if algorithm.use_dora:
-        raise InvalidField("DoRA is not offered; leave use_dora out", param="algorithm_config.use_dora")
-    if algorithm.quantize_base:
-        raise InvalidField(
-            "a quantized base is not offered; leave quantize_base out", param="algorithm_config.quantize_base"
-        )
+def _refuse_unavailable(training: TrainingConfig) -> None:
     for field, why in _UNAVAILABLE_EFFICIENCY.items():
         if getattr(training.efficiency_config, field):
             raise InvalidField(f"{field} is not offered: {why}", param=f"training_config.efficiency_config.{field}")
