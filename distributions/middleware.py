@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import hmac
+import ipaddress
 import json
 import re
 import secrets
@@ -15,7 +16,7 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apis.errors import StackError, TooLarge, Unauthorized
+from apis.errors import InvalidField, StackError, TooLarge, Unauthorized
 from distributions.errors import error_response
 
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
@@ -74,6 +75,40 @@ class ApiKey:
         scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
         given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
         return hmac.compare_digest(given, self.digest) and scheme.lower() == "bearer"
+
+
+class LoopbackNames:
+    """Answers only requests that name this machine as their host; for a server without an API key.
+
+    A page of another site can have its own name resolve to 127.0.0.1 and then send requests from the visitor's browser
+    as if they came from the same site (DNS rebinding); its name still stands in their Host header.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or is_loopback(_host_name(Headers(scope=scope).get("host", ""))):
+            await self.app(scope, receive, send)
+            return
+        error = InvalidField(
+            "this server has no API key, so it answers only under 127.0.0.1, localhost or ::1", param="Host"
+        )
+        await error_response(error, scope["path"])(scope, receive, send)
+
+
+def _host_name(header: str) -> str:
+    """The name in a Host header, without port and brackets."""
+    if header.startswith("["):
+        return header[1:].partition("]")[0]
+    return header.partition(":")[0]
+
+
+def is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host.lower() == "localhost"
 
 
 class _Exceeded(HTTPException):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import errno
-import ipaddress
 import logging
 import signal
 import socket
@@ -25,7 +24,7 @@ from apis.errors import PortBusy, RunConfigInvalid, StackError
 from distributions.dialects import llama_stack_v1 as v1
 from distributions.errors import CatchAll, add_exception_handlers
 from distributions.inspection import StackInspection
-from distributions.middleware import ApiKey, BodyLimit, TraceId, TranslateBody, hash_key
+from distributions.middleware import ApiKey, BodyLimit, LoopbackNames, TraceId, TranslateBody, hash_key, is_loopback
 from distributions.resolver import PlannedProvider, plan
 from distributions.run_config import LoggingConfig, StackRunConfig
 from distributions.stack import Stack, build_stack
@@ -60,6 +59,8 @@ def create_app(stack: Stack, api_key: str | None = None) -> FastAPI:
     app.add_middleware(BodyLimit, limit=stack.config.server.max_body_bytes)
     if api_key is not None:
         app.add_middleware(ApiKey, digest=hash_key(api_key))
+    else:
+        app.add_middleware(LoopbackNames)
     app.add_middleware(CatchAll)
     app.add_middleware(TraceId)
     return app
@@ -111,18 +112,11 @@ def check_exposure(host: str, api_key: str | None) -> None:
     """Refuse a key that is no key, and to serve other machines without one. Raises StackError."""
     if api_key is not None:
         hash_key(api_key)
-    if api_key is None and not _is_loopback(host):
+    if api_key is None and not is_loopback(host):
         raise StackError(
             f"host {host} can be reached from other machines, so an API key is needed: set ${KEY_VARIABLE} "
             "(or server.api_key in the run.yaml), or serve on 127.0.0.1"
         )
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -27,7 +27,7 @@ async def test_a_large_body_is_translated_beside_the_event_loop():
         await Response(str(json.loads(await Request(scope, receive).body())["translated"]))(scope, receive, send)
 
     app = TranslateBody(echo, {"/": translation})
-    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://stack") as http:
+    async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as http:
         for size in (10, SMALL_BODY_BYTES):
             assert (await http.post("/", json={"text": "x" * size})).text == "True"
     assert threads[0] == threading.get_ident() != threads[1]

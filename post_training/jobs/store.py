@@ -146,6 +146,7 @@ class JobStore:
             job.owner = secrets.token_hex(16)
             job.heartbeat_at = self._clock()
             job.started_at = job.started_at or self._clock()
+            job.progress = None  # an earlier attempt's; this one says where it goes on
             self._move(session, job, JobStatus.in_progress, f"attempt {job.attempt} claimed")
             return job
 

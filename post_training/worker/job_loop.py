@@ -112,7 +112,7 @@ class JobLoop:
                 "warmup_steps": optim.warmup_steps,
                 "trainable_parameters": trainable,
             },
-            message=f"loaded {self._spec.model.identifier}: {trainable:,} trainable parameters, {total} steps to go",
+            message=f"loaded {self._spec.model.identifier}: {trainable:,} trainable parameters, {total} steps in all",
         )
         trainer = Trainer(model, optim, should_stop=self._lease.should_stop)
         self._take_exact_adapter(trainer)

@@ -51,8 +51,8 @@ class TransformersInferenceConfig(BaseModel):
         """Take max_seq_len of a meta-reference section; the rest of it has no counterpart, which one warning says."""
         if not isinstance(values, dict) or not (foreign := _META_REFERENCE & values.keys()):
             return values
-        without = ", ".join(sorted(foreign - {"max_seq_len"}))
-        logger.warning("inference: settings of inline::meta-reference; without effect here: %s", without or "none")
+        if without := sorted(foreign - {"max_seq_len"}):
+            logger.warning("inference: settings of inline::meta-reference without effect here: %s", ", ".join(without))
         kept = {name: value for name, value in values.items() if name not in foreign}
         longest = values.get("max_seq_len")
         return kept if longest is None else {"max_context_tokens": longest, **kept}
