@@ -15,11 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-from pydantic import TypeAdapter
 
 from apis.common import check_identifier
-from apis.datasets.models import DataSource
-from apis.errors import DataInvalid, DatasetNotFound, InvalidField, ModelNotFound, NotSupported
+from apis.datasets.models import DATA_SOURCE
+from apis.errors import Conflict, DataInvalid, DatasetNotFound, InvalidField, ModelNotFound, NotSupported
 from apis.post_training.models import (
     Checkpoint,
     JobError,
@@ -48,8 +47,6 @@ from post_training.jobs.scheduler import Scheduler
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
 from post_training.jobs.store import JobStore
 from post_training.jobs.tables import CheckpointRow
-
-_SOURCE: TypeAdapter[DataSource] = TypeAdapter(DataSource)
 
 CheckRequest = Callable[[SupervisedFineTuneRequest, ResolvedModel], LoraFinetuningConfig]
 """Refuses what a provider cannot do, by field name; returns the algorithm it will run."""
@@ -145,8 +142,25 @@ class JobService:
     def _submit(self, request: SupervisedFineTuneRequest) -> None:
         body_hash = _hash(request)
         # A replay must answer as the first time even if the model or data set has gone since.
-        if not self._store.find_submitted(request.job_uuid, body_hash):
+        if self._store.find_submitted(request.job_uuid, body_hash):
+            self._refuse_other_algorithm(request)
+        else:
             self._store.submit(self._spec(request), body_hash, max_queued=self._profile.max_queued)
+
+    def _refuse_other_algorithm(self, request: SupervisedFineTuneRequest) -> None:
+        """Raises Conflict where a replay names another adapter than the job trains.
+
+        Bodies are compared with their defaults filled in, but what a job that goes on from an adapter leaves out is not
+        the default: it is that adapter's.
+        """
+        asked = request.algorithm_config
+        stored = JobSpec.model_validate(self._store.get(request.job_uuid).spec).algorithm_config
+        for field in asked.model_fields_set if asked else ():
+            if getattr(asked, field) != getattr(stored, field, None):
+                raise Conflict(
+                    f"job {request.job_uuid!r} already exists with another {field}; choose another job_uuid",
+                    param=f"algorithm_config.{field}",
+                )
 
     def _spec(self, request: SupervisedFineTuneRequest) -> JobSpec:
         data = request.training_config.data_config
@@ -237,7 +251,9 @@ class JobService:
         assert request.training_config.data_config is not None  # _spec refused that
         try:
             reference = self._datasets.reference(dataset_id)
-            reader = open_rows(_SOURCE.validate_python(reference.source), SourcePolicy.model_validate(reference.policy))
+            reader = open_rows(
+                DATA_SOURCE.validate_python(reference.source), SourcePolicy.model_validate(reference.policy)
+            )
             check_rows(reader, request.training_config.data_config.data_format)
         except (DatasetNotFound, DataInvalid) as error:
             error.param = f"training_config.data_config.{field}"

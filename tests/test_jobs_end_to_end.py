@@ -176,6 +176,10 @@ def test_training_goes_on_from_a_checkpoint_exactly(
     with pytest.raises(InvalidField, match="own rank"):
         client.post_training.supervised_fine_tune(**{**body, "algorithm_config": {"type": "LoRA", "rank": 32}})
     client.post_training.supervised_fine_tune(**body)
+    client.post_training.supervised_fine_tune(**body)
+    with pytest.raises(Conflict, match="another rank"):
+        # The default's value, but not what was left out: that is the adapter's 6.
+        client.post_training.supervised_fine_tune(**{**body, "algorithm_config": {"type": "LoRA", "rank": 16}})
     status = client.post_training.wait("again", poll_seconds=0.2, timeout=120)
     assert status.status is JobStatus.completed, status.error
     assert status.checkpoints[0].identifier == "tiny-sft-first-1-sft-again-0"

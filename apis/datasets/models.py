@@ -5,7 +5,7 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, TypeAdapter
 
 from apis.common import Identifier, JsonObject, RequestModel, ResponseModel
 
@@ -31,6 +31,8 @@ class RowsDataSource(RequestModel):
 
 
 DataSource = Annotated[URIDataSource | RowsDataSource, Field(discriminator="type")]
+DATA_SOURCE: TypeAdapter[DataSource] = TypeAdapter(DataSource)
+"""Reads a stored source back."""
 
 
 class RegisterDatasetRequest(RequestModel):

@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import Any
 
 import anyio.to_thread
-from pydantic import TypeAdapter
 from sqlalchemy import JSON, BigInteger, String, Text, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
 from apis.common import MAX_IDENTIFIER_LENGTH
 from apis.datasets.models import (
+    DATA_SOURCE,
     Dataset,
     DatasetPurpose,
     DataSource,
@@ -49,7 +49,6 @@ from post_training.jobs.spec import DatasetRef
 EMBEDDED_BYTES = 2**20
 PAGE_BYTES = 64 * 2**20
 _SMALL_BYTES = 2**20
-_SOURCE: TypeAdapter[DataSource] = TypeAdapter(DataSource)
 
 
 class DatasetRow(Base):
@@ -195,18 +194,18 @@ class DatasetCatalog:
         )
 
     def _reader(self, row: DatasetRow) -> RowReader:
-        return open_rows(_SOURCE.validate_python(row.source), self._policy(row))
+        return open_rows(DATA_SOURCE.validate_python(row.source), self._policy(row))
 
     def _list(self) -> ListDatasetsResponse:
         with self._database.reading() as session:
             rows = session.scalars(select(DatasetRow).order_by(DatasetRow.created_at, DatasetRow.identifier)).all()
-        return ListDatasetsResponse(data=[_dataset(row, _SOURCE.validate_python(row.source)) for row in rows])
+        return ListDatasetsResponse(data=[_dataset(row, DATA_SOURCE.validate_python(row.source)) for row in rows])
 
     def _get(self, dataset_id: str) -> Dataset:
         return self._dataset(self._find(dataset_id))
 
     def _dataset(self, row: DatasetRow) -> Dataset:
-        source, truncated = _SOURCE.validate_python(row.source), False
+        source, truncated = DATA_SOURCE.validate_python(row.source), False
         if isinstance(source, RowsDataSource):
             rows, truncated = _within(EMBEDDED_BYTES, iter(self._reader(row)))
             source = RowsDataSource(rows=rows)

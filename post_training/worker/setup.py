@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from pydantic import TypeAdapter
 
-from apis.datasets.models import DataSource
+from apis.datasets.models import DATA_SOURCE
 from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig, OptimizerConfig
 from post_training.data.chat import ChatTokenizer
@@ -24,7 +23,6 @@ from post_training.jobs.spec import DatasetRef, JobSpec
 from post_training.training.model import LoraSettings, ModelConfig, TrainableModel
 from post_training.training.optim import OptimSettings
 
-_SOURCE: TypeAdapter[DataSource] = TypeAdapter(DataSource)
 LoadModel = Callable[[ModelConfig], TrainableModel]
 
 
@@ -103,7 +101,7 @@ def tokenize(spec: JobSpec, reference: DatasetRef) -> TokenizedDataset:
     """Read, check and tokenise a data set. Raises DataInvalid with the row's number."""
     data = spec.training_config.data_config
     assert data is not None  # no job is accepted without
-    source = _SOURCE.validate_python(reference.source)
+    source = DATA_SOURCE.validate_python(reference.source)
     return tokenize_dataset(
         open_rows(source, SourcePolicy.model_validate(reference.policy)),
         ChatTokenizer.from_dir(Path(spec.model.base_dir), now=spec.created_at),
