@@ -8,14 +8,17 @@
     │   ├── UnsupportedModel      no configured provider computes this model rightly
     │   └── ModelInvalid          a model directory is incomplete or damaged
     ├── Unauthorized (401)
+    ├── MethodNotAllowed (405)
     ├── NotFound (404)
-    │   ├── JobNotFound, DatasetNotFound, ModelNotFound, FileMissing
+    │   ├── JobNotFound, DatasetNotFound, ModelNotFound, CheckpointNotFound, FileMissing
     ├── TooLarge (413)
     ├── QueueFull (429)
     ├── NotSupported (501)        the provider does not offer this verb or option
     ├── Unavailable (503)         a worker the request needs cannot run
-    ├── JobFailure                why a job failed; stored with it, never raised to a client
-    │   ├── OutOfMemory, DiskFull, WorkerDied, NonFiniteLoss, NothingTrained, CheckpointUnverified
+    │   ├── StoreUnavailable      the store is locked, full, read-only or away
+    ├── JobFailure                why a job failed; stored with it
+    │   ├── DiskFull (503)        also answers a request that found no room
+    │   ├── OutOfMemory, WorkerDied, NonFiniteLoss, NothingTrained, CheckpointUnverified
     └── StackError                a stack cannot be built or started; for the command line
         ├── RunConfigInvalid, EnvironmentUnset, ProviderInvalid, PortBusy, UnknownTemplate
 
@@ -120,8 +123,17 @@ class ModelNotFound(NotFound):
     code = "model_not_found"
 
 
+class CheckpointNotFound(NotFound):
+    code = "checkpoint_not_found"
+
+
 class FileMissing(NotFound):
     code = "file_not_found"
+
+
+class MethodNotAllowed(PostgradError):
+    code = "method_not_allowed"
+    http_status = 405
 
 
 class TooLarge(PostgradError):
@@ -146,6 +158,10 @@ class Unavailable(PostgradError):
     retryable = True
 
 
+class StoreUnavailable(Unavailable):
+    code = "store_unavailable"
+
+
 class JobFailure(PostgradError):
     code = "job_failed"
 
@@ -156,6 +172,8 @@ class OutOfMemory(JobFailure):
 
 class DiskFull(JobFailure):
     code = "disk_full"
+    http_status = 503
+    retryable = True
 
 
 class WorkerDied(JobFailure):
@@ -196,6 +214,28 @@ class PortBusy(StackError):
 
 class UnknownTemplate(StackError):
     code = "unknown_template"
+
+
+# Every `error.code` that a failed job may have. docs/errors.md says what to do about each.
+JOB_FAILURE_CODES = frozenset(
+    kind.code
+    for kind in (
+        JobFailure,
+        OutOfMemory,
+        DiskFull,
+        WorkerDied,
+        NonFiniteLoss,
+        NothingTrained,
+        CheckpointUnverified,
+        DataInvalid,
+        InvalidField,
+        ModelNotFound,
+        ModelInvalid,
+        UnsupportedModel,
+        Conflict,
+        PostgradError,
+    )
+)
 
 
 def error_classes(root: type[PostgradError] = PostgradError) -> Iterator[type[PostgradError]]:

@@ -24,6 +24,7 @@ from distributions.run_config import ProviderEntry, StackRunConfig
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
 from post_training.jobs.database import Database
+from post_training.jobs.scheduler import Scheduler
 from providers.registry import BUILT_IN, find_spec
 from providers.spec import SPEC_VERSION, ProviderDeps, ProviderSpec
 
@@ -152,6 +153,7 @@ async def build(
     database: Database,
     models: ModelCatalog,
     datasets: DatasetCatalog,
+    scheduler: Scheduler,
     config: StackRunConfig,
 ) -> list[BuiltProvider]:
     """Make every implementation, in the order of `planned`, and attach the data sources to the catalog.
@@ -162,7 +164,8 @@ async def build(
     built: list[BuiltProvider] = []
     datasets.attach_sources([])
     for p in planned:
-        deps = ProviderDeps(p.provider_id, config.home, database, models, datasets, _apis(p, built, models, datasets))
+        apis = _apis(p, built, models, datasets)
+        deps = ProviderDeps(p.provider_id, config.home, database, models, datasets, scheduler, apis)
         impl = await _instantiate(p, deps)
         check_compliance(p, impl)
         built.append(BuiltProvider(p, impl))

@@ -9,15 +9,17 @@ from typing import Annotated, Any, Literal
 from urllib.parse import quote
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from apis.common import Api
 from apis.datasets.models import RegisterDatasetRequest
-from apis.errors import RunConfigInvalid, UnknownTemplate
+from apis.errors import InvalidField, RunConfigInvalid, UnknownTemplate
 from apis.models.models import RegisterModelRequest
 from distributions.dialects.llama_stack_v1 import translate_dataset_registration
 from distributions.environment import DISABLED, substitute
 from distributions.home import state_home
+from post_training.jobs.devices import slots_of
+from post_training.jobs.scheduler import SchedulerSettings
 
 log = logging.getLogger(__name__)
 
@@ -88,7 +90,11 @@ class StoreConfig(_Section):
         if self.type == "sqlite":
             return f"sqlite:///{self.db_path or home / 'postgrad.db'}"
         login = quote(self.user, safe="") + (f":{quote(self.password, safe='')}" if self.password else "")
-        return f"postgresql://{login}@{self.host}:{self.port}/{quote(self.db, safe='')}"
+        name = quote(self.db, safe="")
+        if self.host.startswith("/"):  # the folder of a Unix socket
+            return f"postgresql://{login}@/{name}?host={quote(self.host, safe='/')}&port={self.port}"
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return f"postgresql://{login}@{host}:{self.port}/{name}"
 
 
 class ServerConfig(_Section):
@@ -96,6 +102,33 @@ class ServerConfig(_Section):
     port: Annotated[int, Field(ge=0, le=65535)] = DEFAULT_PORT
     api_key: Annotated[str, Field(min_length=1)] | None = None
     max_body_bytes: Annotated[int, Field(ge=1024)] = MAX_BODY_BYTES
+
+
+class JobsConfig(_Section):
+    """How many jobs run at once, wait, and are tried again.
+
+    Attributes:
+        devices: `auto` (every visible GPU, else the CPU) or a list: one job at a time for each entry, so `[cpu, cpu]`
+            runs two, each with half of the cores.
+        max_queued: waiting jobs beyond which a submit is answered with 429.
+        max_attempts: attempts that may end without a result, since a job's newest checkpoint, before it fails.
+    """
+
+    devices: Literal["auto"] | list[str] = "auto"
+    max_queued: Annotated[int, Field(ge=1)] = 100
+    max_attempts: Annotated[int, Field(ge=1, le=1000)] = 3
+
+    @field_validator("devices")
+    @classmethod
+    def _are_devices(cls, value: Literal["auto"] | list[str]) -> Literal["auto"] | list[str]:
+        try:
+            slots_of(value)
+        except InvalidField as error:
+            raise ValueError(error.message) from None
+        return value
+
+    def settings(self, environ: Mapping[str, str]) -> SchedulerSettings:
+        return SchedulerSettings(slots_of(self.devices, environ), self.max_queued, self.max_attempts)
 
 
 class LoggingConfig(_Section):
@@ -143,6 +176,7 @@ class StackRunConfig(_Section):
         list[Annotated[DatasetEntry, BeforeValidator(_dataset_entry)]], BeforeValidator(_without_disabled)
     ] = []
     server: ServerConfig = ServerConfig()
+    jobs: JobsConfig = JobsConfig()
     logging: LoggingConfig = LoggingConfig()
 
     _environ: dict[str, str] = {}

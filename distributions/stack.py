@@ -26,11 +26,13 @@ from distributions.resolver import BuiltProvider, PlannedProvider, build
 from distributions.run_config import StackRunConfig
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
-from post_training.jobs.database import Database, SchemaRow
+from post_training.job_files import finish_deletions
+from post_training.jobs.database import Database, SchemaRow, store_error
+from post_training.jobs.scheduler import Scheduler, local_scheduler
+from post_training.jobs.store import JobStore
 
 log = logging.getLogger(__name__)
 
-# Above what the scheduler of jobs takes at most: 8 s for its thread and 8 s for its workers.
 PROVIDER_SHUTDOWN_SECONDS = 20
 STORE_ANSWER_SECONDS = 5.0
 
@@ -43,6 +45,7 @@ class Stack:
     database: Database
     models: ModelCatalog
     datasets: DatasetCatalog
+    scheduler: Scheduler
     providers: list[BuiltProvider]
     _started: list[BuiltProvider] = field(default_factory=list)
     _running: bool = False
@@ -68,12 +71,22 @@ class Stack:
             for built in self.providers:
                 self._started.append(built)
                 await _start(built)
+            if self.scheduler.provider_ids:
+                await anyio.to_thread.run_sync(finish_deletions, self.config.home, JobStore(self.database))
+                self.scheduler.start()
         except BaseException:
             await self.shutdown()
             raise
 
+    def end_streams(self) -> None:
+        """End the answers that would go on for as long as their reader stays. Call it in the event loop."""
+        for built in self.providers:
+            if hasattr(built.impl, "end_streams"):
+                built.impl.end_streams()
+
     async def shutdown(self) -> None:
         """Shut every started provider down, last started first. One that fails or hangs does not keep the others up."""
+        await anyio.to_thread.run_sync(self.scheduler.stop)
         while self._started:
             built = self._started.pop()
             if not hasattr(built.impl, "shutdown"):
@@ -93,7 +106,8 @@ def _reads(database: Database) -> bool:
         with database.reading() as session:
             return session.scalar(select(SchemaRow.version)) is not None
     except (SQLAlchemyError, OSError) as error:
-        log.error("the store does not answer: %s", type(getattr(error, "orig", None) or error).__name__)
+        known = store_error(error) if isinstance(error, SQLAlchemyError) else None
+        log.error("the store does not answer: %s", known.message if known else type(error).__name__)
         return False
 
 
@@ -123,8 +137,9 @@ async def build_stack(config: StackRunConfig, planned: Sequence[PlannedProvider]
         database = _open_store(config)
         models = ModelCatalog(database, config.home)
         datasets = DatasetCatalog(database, config.home)
-        providers = await build(planned, database, models, datasets, config)
-        stack = Stack(config, database, models, datasets, providers)
+        scheduler = local_scheduler(database, config.home, config.jobs.settings(config.environ))
+        providers = await build(planned, database, models, datasets, scheduler, config)
+        stack = Stack(config, database, models, datasets, scheduler, providers)
         await _register_listed(stack)
         return stack
     except BaseException:
@@ -137,20 +152,18 @@ async def build_stack(config: StackRunConfig, planned: Sequence[PlannedProvider]
 
 def _open_store(config: StackRunConfig) -> Database:
     store = config.metadata_store
-    url = store.sqlalchemy_url(config.home)
+    database: Database | None = None
     try:
         if store.type == "sqlite" and store.db_path:
             Path(store.db_path).parent.mkdir(parents=True, exist_ok=True)
-        database = Database(url)
-        database.create_tables()
+        database = Database(store.sqlalchemy_url(config.home))
+        database.migrate()
         return database
-    except (SQLAlchemyError, ImportError, OSError) as error:
-        # The message of a database error may hold the URL and its password; its kind and cause do not.
-        cause = type(getattr(error, "orig", None) or error).__name__
-        raise StackError(
-            f"metadata_store: the {store.type} store cannot be opened ({cause}): "
-            "check its path or address, and that its driver is installed"
-        ) from error
+    except (StackError, OSError) as error:
+        if database is not None:
+            database.close()
+        said = error.message if isinstance(error, StackError) else f"its folder cannot be made: {error.strerror}"
+        raise StackError(f"metadata_store: {said}") from error
 
 
 async def _register_listed(stack: Stack) -> None:

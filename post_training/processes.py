@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import os
 import runpy
+import socket
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -40,6 +42,37 @@ def die_with_caller() -> None:
         os._exit(1)
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def process_identity(pid: int) -> str | None:
+    """What tells a running process from a later one with the same number; None where there is no such process.
+
+    A process that has ended and that nobody waited for counts as gone.
+    """
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text(encoding="ascii", errors="replace")
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text(encoding="ascii").strip()
+    except FileNotFoundError:
+        return _identity_by_ps(pid) if not Path("/proc/self/stat").exists() else None
+    except ProcessLookupError:
+        return None
+    # Behind the command's name, which may hold anything: the state, and 19 fields later the start in clock ticks.
+    fields = stat.rpartition(")")[2].split()
+    return None if fields[0] in ("Z", "X") else f"{boot}:{fields[19]}"
+
+
+def _identity_by_ps(pid: int) -> str | None:
+    found = subprocess.run(["ps", "-o", "lstart=", "-p", str(pid)], capture_output=True, text=True, check=False)
+    return found.stdout.strip() or None
+
+
+def host_identity() -> str:
+    """Names the machine, and on it the set of processes that can see each other: a container has its own."""
+    try:
+        namespace = os.readlink("/proc/self/ns/pid")
+    except OSError:
+        return socket.gethostname()
+    return f"{socket.gethostname()} {namespace}"
 
 
 def torch_environment(threads: int | None = None) -> dict[str, str]:

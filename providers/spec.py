@@ -17,6 +17,7 @@ from apis.common import Api
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
 from post_training.jobs.database import Database
+from post_training.jobs.scheduler import Scheduler
 
 SPEC_VERSION = 1
 
@@ -55,6 +56,7 @@ class ProviderDeps:
         home: the state folder; everything a provider writes lies under it.
         database: the one store.
         models, datasets: the stack's catalogs.
+        scheduler: runs the jobs of all providers on the stack's devices.
         apis: implementations of the APIs named as dependencies; a list for datasetio, of which there may be several.
     """
 
@@ -63,4 +65,5 @@ class ProviderDeps:
     database: Database
     models: ModelCatalog
     datasets: DatasetCatalog
+    scheduler: Scheduler
     apis: Mapping[Api, Any]

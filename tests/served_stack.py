@@ -9,10 +9,20 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
+
+import yaml
 
 TEMPLATE = "experimental-post-training"
 PROGRAM = "import sys; from distributions.cli.stack import app; app(sys.argv[1:], prog_name='stack')"
+
+
+def run_yaml_with(folder: Path, **sections: Any) -> str:
+    """A run.yaml like the template, with top-level sections in place of the template's; gives its path."""
+    template = Path(__file__).parents[1] / "templates" / TEMPLATE / "run.yaml"
+    path = folder / "run.yaml"
+    path.write_text(yaml.safe_dump({**yaml.safe_load(template.read_text()), **sections}))
+    return str(path)
 
 
 @contextmanager

@@ -23,6 +23,7 @@ from post_training.catalog.naming import MAX_FOLDER_NAME, folder_name
 from post_training.data.records import encode_rows
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.jobs.database import Database
+from post_training.jobs.scheduler import local_scheduler
 from post_training.jobs.spec import DatasetRef
 from providers.localfs.config import LocalFSConfig
 from providers.localfs.provider import LocalFiles, get_provider_impl
@@ -33,7 +34,7 @@ ROWS = [{"prompt": "one", "completion": "eins"}, {"prompt": "two", "completion":
 
 def open_catalog(home: Path, **config: Any) -> DatasetCatalog:
     database = Database(f"sqlite:///{home}/postgrad.db")
-    database.create_tables()
+    database.migrate()
     catalog = DatasetCatalog(database, home)
     catalog.attach_sources([LocalFiles("localfs", LocalFSConfig(**config), [home / "data"])])
     return catalog
@@ -258,13 +259,14 @@ async def test_a_data_set_is_read_by_the_provider_that_was_asked_for(catalog: Da
 async def test_files_beside_the_server_are_not_read_unless_a_root_says_so(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    (tmp_path / "home" / "data").mkdir(parents=True)
+    home = tmp_path / "home"
+    (home / "data").mkdir(parents=True)
     (tmp_path / "private.jsonl").write_text('{"a": 1}\n')
     (tmp_path / "home" / "data" / "public.jsonl").write_text('{"a": 1}\n')
     monkeypatch.chdir(tmp_path)
     database = Database("sqlite://")
     catalogs = ModelCatalog(database, tmp_path), DatasetCatalog(database, tmp_path)
-    deps = ProviderDeps("localfs", tmp_path / "home", database, *catalogs, {})
+    deps = ProviderDeps("localfs", home, database, *catalogs, local_scheduler(database, home), {})
     policy = SourcePolicy.model_validate((await get_provider_impl(LocalFSConfig(), deps)).source_policy())
     assert list(open_rows(URIDataSource(uri="public.jsonl"), policy)) == [{"a": 1}]
     for name in ("private.jsonl", str(tmp_path / "private.jsonl")):

@@ -33,6 +33,7 @@ from apis.inference.routes import create_router
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
 from post_training.jobs.database import Database
+from post_training.jobs.scheduler import local_scheduler
 from providers.inference.channel import WorkerProcess
 from providers.inference.config import TransformersInferenceConfig
 from providers.inference.provider import TransformersInference, get_provider_impl
@@ -97,7 +98,7 @@ def make_app(impl: TransformersInference) -> FastAPI:
 def make_catalog(home: Path) -> ModelCatalog:
     home.mkdir(exist_ok=True)
     database = Database(f"sqlite:///{home}/store.db")
-    database.create_tables()
+    database.migrate()
     catalog = ModelCatalog(database, home)
     base = save_tiny_llama(home / "base")
     checkpoint = home / "jobs/job/checkpoints/1"
@@ -128,6 +129,7 @@ async def make_impl(home: Path, **config: Any) -> TransformersInference:
         database=catalog.database,
         models=catalog,
         datasets=DatasetCatalog(catalog.database, home),
+        scheduler=local_scheduler(catalog.database, home),
         apis={},
     )
     return await get_provider_impl(TransformersInferenceConfig(device="cpu", dtype="fp32", threads=1, **config), deps)

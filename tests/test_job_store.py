@@ -1,32 +1,37 @@
-"""The job store: what it keeps, what it refuses, who may write."""
+"""The job store as a client meets it: what it keeps, what it refuses."""
 
 from __future__ import annotations
 
 import threading
-from datetime import UTC, datetime, timedelta
-from pathlib import Path
+from collections.abc import Callable
+from datetime import UTC, datetime
+from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
-from apis.errors import Conflict, JobNotFound, PostgradError, QueueFull, StackError
-from apis.post_training.models import JobError, JobProgress, JobStatus, LoraFinetuningConfig, TrainingConfig
-from post_training.jobs.database import Database, SchemaRow
+from apis.errors import Conflict, JobNotFound, QueueFull
+from apis.post_training.models import JobError, JobStatus, LoraFinetuningConfig, TrainingConfig
+from post_training.jobs.database import Database
+from post_training.jobs.devices import Slot
+from post_training.jobs.leases import Claim, Leases
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
-from post_training.jobs.states import EDGES, IllegalTransition, LeaseLost, check_transition
 from post_training.jobs.store import JobStore
+from post_training.jobs.tables import CheckpointRow
+from post_training.jobs.waiting import describe_wait
 
 PROVIDER = "torchtune"
+CPU = Slot("cpu:0", "cpu", "cpu")
+SECOND_CPU = Slot("cpu:1", "cpu", "cpu")
+GPU = Slot("cuda:0", "cuda", "cuda:0")
 
 
-def make_spec(job_uuid: str, provider_id: str = PROVIDER) -> JobSpec:
+def make_spec(job_uuid: str, provider_id: str = PROVIDER, model: str = "base", **training: Any) -> JobSpec:
     return JobSpec(
         job_uuid=job_uuid,
         created_at=datetime(2026, 1, 1, tzinfo=UTC),
         provider_id=provider_id,
-        model=ModelRef(identifier="base", base_identifier="base", base_dir="models/base"),
-        training_config=TrainingConfig(),
+        model=ModelRef(identifier=model, base_identifier="base", base_dir="models/base"),
+        training_config=TrainingConfig.model_validate(training),
         algorithm_config=LoraFinetuningConfig(),
         dataset=DatasetRef(dataset_id="data", source={"type": "rows", "rows": []}, policy={}),
         worker=WorkerSettings(model_module="providers.torchtune.model"),
@@ -34,134 +39,108 @@ def make_spec(job_uuid: str, provider_id: str = PROVIDER) -> JobSpec:
 
 
 @pytest.fixture
-def store(tmp_path: Path) -> JobStore:
-    database = Database(f"sqlite:///{tmp_path / 'store.db'}")
-    database.create_tables()
+def store(database: Database) -> JobStore:
     return JobStore(database)
 
 
-def submit(store: JobStore, job_uuid: str, body: str = "a", max_queued: int = 100) -> bool:
-    return store.submit(make_spec(job_uuid), body, max_queued=max_queued)
+@pytest.fixture
+def leases(database: Database) -> Leases:
+    return Leases(database)
 
 
-def test_a_submitted_job_is_there_for_another_process_with_its_transition(store: JobStore) -> None:
+def submit(store: JobStore, job_uuid: str, body: str = "a", max_queued: int = 100, **training: Any) -> bool:
+    return store.submit(make_spec(job_uuid, **training), body, max_queued=max_queued)
+
+
+def claim(leases: Leases, *slots: Slot) -> Claim:
+    claimed = leases.claim("here", slots or (CPU,), {PROVIDER})
+    assert claimed is not None
+    return claimed
+
+
+def in_parallel(count: int, work: Callable[[int], str]) -> list[str]:
+    """What `work` returned in each of `count` threads that run at once, sorted."""
+    outcomes: list[str] = []
+    together = threading.Barrier(count)
+
+    def run(number: int) -> None:
+        together.wait()
+        outcomes.append(work(number))
+
+    threads = [threading.Thread(target=run, args=(number,)) for number in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return sorted(outcomes)
+
+
+def test_a_submitted_job_is_there_for_another_process_with_its_transition(store: JobStore):
     assert submit(store, "one")
 
     again = JobStore(Database(store.database.url))
     assert again.get("one").status == JobStatus.scheduled
     assert JobSpec.model_validate(again.get("one").spec) == make_spec("one")
     assert [(t.old, t.new) for t in again.transitions("one")] == [(None, "scheduled")]
+    again.database.close()
 
 
-def test_the_same_body_again_is_one_job_and_another_body_is_refused(store: JobStore) -> None:
+def test_the_same_body_again_is_one_job_and_another_body_is_refused(store: JobStore):
     assert submit(store, "one", "a")
     assert not submit(store, "one", "a")
     with pytest.raises(Conflict, match="another request"):
         submit(store, "one", "b")
-    assert [job.job_uuid for job in store.all()] == ["one"]
+    assert [job.job_uuid for job in store.summaries()] == ["one"]
 
 
-def test_fifty_parallel_submits_of_one_id_with_different_bodies_have_one_winner(store: JobStore) -> None:
-    outcomes: list[str] = []
-    lock = threading.Lock()
-
-    def race(number: int) -> None:
+def test_fifty_parallel_submits_of_one_id_with_different_bodies_have_one_winner(store: JobStore):
+    def race(number: int) -> str:
         try:
-            outcome = "won" if submit(store, "one", str(number)) else "replayed"
+            return "won" if submit(store, "one", str(number)) else "replayed"
         except Conflict:
-            outcome = "refused"
-        with lock:
-            outcomes.append(outcome)
+            return "refused"
 
-    threads = [threading.Thread(target=race, args=(number,)) for number in range(50)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(outcomes) == ["refused"] * 49 + ["won"]
-    assert len(store.all()) == 1
+    assert in_parallel(50, race) == ["refused"] * 49 + ["won"]
+    assert len(store.summaries()) == 1
 
 
-def test_a_full_queue_refuses_with_its_limit(store: JobStore) -> None:
-    submit(store, "one", max_queued=1)
-    with pytest.raises(QueueFull, match="limit is 1"):
-        submit(store, "two", max_queued=1)
+def test_one_submit_replayed_fifty_times_in_parallel_is_one_job(store: JobStore):
+    outcomes = in_parallel(50, lambda _: "new" if submit(store, "one") else "replayed")
+    assert outcomes == ["new"] + ["replayed"] * 49
+    assert [(t.old, t.new) for t in store.transitions("one")] == [(None, "scheduled")]
 
 
-def test_jobs_are_claimed_oldest_first_and_only_by_their_provider(store: JobStore) -> None:
-    store.submit(make_spec("theirs", "other"), "x", max_queued=10)
-    for name in ("first", "second"):
-        submit(store, name)
+def test_a_full_queue_refuses_with_its_limit_however_many_ask_at_once(store: JobStore):
+    def race(number: int) -> str:
+        try:
+            submit(store, f"job-{number}", max_queued=3)
+        except QueueFull as error:
+            return "full: " + error.message
+        return "accepted"
 
-    assert [store.queue_position(store.get(name)) for name in ("first", "second")] == [0, 1]
-    claimed = [store.claim(PROVIDER), store.claim(PROVIDER), store.claim(PROVIDER)]
-    assert [job.job_uuid if job else None for job in claimed] == ["first", "second", None]
-    assert store.get("first").attempt == 1
-    assert store.queue_position(store.get("first")) is None
-
-
-def test_two_schedulers_never_claim_the_same_job(store: JobStore) -> None:
-    for number in range(20):
-        submit(store, f"job-{number}")
-    claimed: list[str] = []
-
-    def drain() -> None:
-        other = JobStore(Database(store.database.url))
-        while (job := other.claim(PROVIDER)) is not None:
-            claimed.append(job.job_uuid)
-
-    threads = [threading.Thread(target=drain) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert sorted(claimed) == sorted(f"job-{number}" for number in range(20))
+    full = "full: 3 jobs wait already and the limit is 3; submit again later"
+    assert in_parallel(12, race) == ["accepted"] * 3 + [full] * 9
+    assert not submit(store, store.summaries()[0].job_uuid, max_queued=3), "a replay needs no room"
 
 
-def test_a_worker_that_lost_its_job_can_write_nothing(store: JobStore) -> None:
-    submit(store, "one")
-    first = store.claim(PROVIDER)
-    assert first is not None
-    assert first.owner is not None
-    assert store.end("one", first.owner, JobStatus.scheduled, "server stopped", None)
-    second = store.claim(PROVIDER)
-    assert second is not None
-    assert second.attempt == 2
-
-    writes = [
-        lambda: store.heartbeat("one", first.owner or ""),
-        lambda: store.update("one", first.owner or "", progress=JobProgress(step=99)),
-        lambda: store.finish("one", first.owner or "", JobStatus.completed, "done"),
-    ]
-    for write in writes:
-        with pytest.raises(LeaseLost):
-            write()
-    assert not store.end("one", first.owner, JobStatus.failed, "late", None)
-    assert store.get("one").status == JobStatus.in_progress
-    assert store.get("one").progress is None
-
-
-def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_is_asked(store: JobStore) -> None:
+def test_a_waiting_job_is_cancelled_at_once_and_a_running_one_is_asked(store: JobStore, leases: Leases):
     submit(store, "waiting")
     store.request_cancel("waiting")
     assert store.get("waiting").status == JobStatus.cancelled
 
     submit(store, "running")
-    job = store.claim(PROVIDER)
-    assert job is not None
-    assert job.owner is not None
-    assert store.heartbeat("running", job.owner) is False
+    running = claim(leases)
+    assert leases.beat("running", running.owner) is False
     store.request_cancel("running")
     assert store.get("running").status == JobStatus.in_progress
-    assert store.heartbeat("running", job.owner) is True
+    assert leases.look("running", running.owner) is True
+    assert leases.beat("running", running.owner) is True
 
 
-def test_cancelling_a_finished_job_changes_nothing_and_an_unknown_one_is_an_error(store: JobStore) -> None:
+def test_cancelling_a_finished_job_changes_nothing_and_an_unknown_one_is_an_error(store: JobStore, leases: Leases):
     submit(store, "one")
-    job = store.claim(PROVIDER)
-    assert job is not None
-    assert job.owner is not None
-    store.finish("one", job.owner, JobStatus.failed, "broke", error=JobError(code="disk_full", message="full"))
+    held = claim(leases)
+    leases.finish("one", held.owner, JobStatus.failed, "broke", error=JobError(code="disk_full", message="full"))
     before = store.transitions("one")
     store.request_cancel("one")
     assert [t.id for t in store.transitions("one")] == [t.id for t in before]
@@ -170,77 +149,85 @@ def test_cancelling_a_finished_job_changes_nothing_and_an_unknown_one_is_an_erro
         store.request_cancel("two")
 
 
-def test_only_a_silent_worker_is_stale(tmp_path: Path) -> None:
-    at = datetime(2026, 1, 1, tzinfo=UTC)
-    database = Database(f"sqlite:///{tmp_path / 'store.db'}")
-    database.create_tables()
-    times = [at]
-    store = JobStore(database, clock=lambda: times[0])
+def test_events_come_in_order_and_from_where_the_reader_was(store: JobStore, leases: Leases):
     submit(store, "one")
-    job = store.claim(PROVIDER)
-    assert job is not None
-    assert job.owner is not None
-    times[0] = at + timedelta(seconds=14)
-    assert not store.stale(PROVIDER, 15)
-    store.heartbeat("one", job.owner)
-    times[0] = at + timedelta(seconds=28)
-    assert not store.stale(PROVIDER, 15)
-    times[0] = at + timedelta(seconds=30)
-    assert [job.job_uuid for job in store.stale(PROVIDER, 15)] == ["one"]
-
-
-def test_events_come_in_order_and_from_where_the_reader_was(store: JobStore) -> None:
-    submit(store, "one")
-    job = store.claim(PROVIDER)
-    assert job is not None
-    assert job.owner is not None
-    for number in range(5):
-        store.update("one", job.owner, message=f"step {number}", data={"step": number})
+    held = claim(leases)
+    for number in range(1, 6):
+        leases.update("one", held.owner, message=f"step {number}", step=number, data={"step": number})
     events = store.events("one", 0)
-    assert [event.message for event in events][-5:] == [f"step {number}" for number in range(5)]
+    assert [event.message for event in events][-5:] == [f"step {number}" for number in range(1, 6)]
+    assert [event.kind for event in events] == ["status", "status", *["step"] * 5]
     assert [event.id for event in store.events("one", events[2].id)] == [event.id for event in events[3:]]
+    assert [event.id for event in store.last_events("one", 2)] == [event.id for event in events[-2:]]
 
 
-@given(moves=st.lists(st.sampled_from(list(JobStatus)), max_size=12))
-@settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
-def test_a_job_moves_only_along_the_edges_and_its_times_only_grow(
-    tmp_path_factory: pytest.TempPathFactory, moves: list[JobStatus]
-) -> None:
-    database = Database(f"sqlite:///{tmp_path_factory.mktemp('store') / 'store.db'}")
-    database.create_tables()
-    store = JobStore(database)
+def test_a_message_that_quotes_a_nul_is_stored(store: JobStore, leases: Leases):
     submit(store, "one")
-    for new in moves:
-        old = JobStatus(store.get("one").status)
-        try:
-            if new is JobStatus.in_progress:
-                store.claim(PROVIDER)
-            elif new is JobStatus.cancelled and old is JobStatus.scheduled:
-                store.request_cancel("one")
-            else:
-                store.end("one", store.get("one").owner, new, "moved", None)
-        except PostgradError:
-            pass
-        assert store.get("one").status == old or JobStatus(store.get("one").status) in EDGES[old]
-    transitions = store.transitions("one")
-    assert [t.at for t in transitions] == sorted(t.at for t in transitions)
-    assert [t.old for t in transitions[1:]] == [t.new for t in transitions[:-1]]
-    job = store.get("one")
-    assert (job.completed_at is not None) == JobStatus(job.status).terminal
-    database.close()
+    leases.update("one", claim(leases).owner, message="row 3 holds 'a\0b'")
+    assert store.last_events("one", 1)[0].message == "row 3 holds 'a\\0b'"
 
 
-def test_terminal_states_have_no_way_out() -> None:
-    for status in JobStatus:
-        for new in JobStatus:
-            if status.terminal:
-                with pytest.raises(IllegalTransition):
-                    check_transition(status, new)
+def test_a_step_that_a_later_attempt_makes_again_has_the_later_numbers(store: JobStore, leases: Leases):
+    submit(store, "one")
+    first = claim(leases)
+    for step in (1, 2, 3):
+        leases.update("one", first.owner, message="step", step=step, data={"step": step, "attempt": 1})
+    leases.lost("one", first.owner, "lost", 3)
+    second = claim(leases)
+    for step in (2, 3, 4):
+        leases.update("one", second.owner, message="step", step=step, data={"step": step, "attempt": 2})
+    told = [row.data for row in store.metrics("one", 0, 10)]
+    assert told == [{"step": 1, "attempt": 1}, *({"step": n, "attempt": 2} for n in (2, 3, 4))]
+    assert [row.step for row in store.metrics("one", 1, 2)] == [2, 3]
 
 
-def test_a_store_of_a_newer_layout_is_refused(store: JobStore) -> None:
-    with store.database.session() as session:
-        session.query(SchemaRow).delete()
-        session.add(SchemaRow(version=99))
-    with pytest.raises(StackError, match="layout 99"):
-        Database(store.database.url).create_tables()
+def test_a_job_that_ended_is_deleted_whole_and_one_that_did_not_is_kept(store: JobStore, leases: Leases):
+    submit(store, "one")
+    for _ in range(2):
+        with pytest.raises(Conflict, match="cancel it"):
+            store.delete("one", lambda _: None)
+        claim(leases) if store.get("one").status == JobStatus.scheduled else None
+    held = leases.held()[0]
+    leases.finish("one", held.owner, JobStatus.completed, "done")
+    told: list[str] = []
+    store.delete("one", lambda session: told.append("also"))
+    assert told == ["also"]
+    assert (store.transitions("one"), store.summaries(), store.known(["one"])) == ([], [], frozenset())
+    with pytest.raises(JobNotFound):
+        store.delete("one", lambda _: None)
+    assert submit(store, "one", "another body"), "its id is free again"
+    assert [event.message for event in store.events("one", 0)] == ["scheduled: submitted"]
+
+
+def test_a_job_whose_checkpoint_another_one_needs_is_not_deleted(store: JobStore, leases: Leases):
+    submit(store, "first")
+    held = claim(leases)
+    row = CheckpointRow(job_uuid="first", epoch=0, step=5, path="p", created_at=datetime.now(UTC), metrics=None)
+    leases.record_checkpoint(held.owner, row)
+    leases.announce("first", held.owner, 5, "base-sft-first-0", {}, lambda session, row: None)
+    leases.finish("first", held.owner, JobStatus.completed, "done")
+    store.submit(make_spec("second", model="base-sft-first-0"), "b", max_queued=9)
+    with pytest.raises(Conflict, match="'second' goes on from"):
+        store.delete("first", lambda _: None)
+    store.request_cancel("second")
+    store.delete("first", lambda _: None)
+
+
+def test_a_waiting_job_says_its_place_and_what_it_waits_for(store: JobStore, leases: Leases):
+    for name, device in (("a", "cuda"), ("b", "cpu"), ("c", None), ("d", "cpu")):
+        submit(store, name, device=device)
+
+    def told(name: str, *slots: Slot) -> tuple[int | None, str | None]:
+        waiting = describe_wait(store, store.get(name), slots or (GPU, CPU), {PROVIDER})
+        return waiting.position, waiting.reason
+
+    assert told("a") == (0, "next in the queue: starts as soon as cuda:0 is free")
+    assert told("b") == (0, "next in the queue: starts as soon as cpu:0 is free")
+    assert told("c") == (2, "2 jobs are ahead in the queue")
+    assert told("d") == (2, "2 jobs are ahead in the queue")
+    assert told("a", CPU) == (0, "it needs a cuda device and this stack has cpu:0")
+    assert "no provider" in (describe_wait(store, store.get("a"), (GPU,), set()).reason or "")
+    held = claim(leases, GPU)
+    assert told("a") == (None, None)
+    leases.lost("a", held.owner, "its worker was ended by SIGKILL", 3)
+    assert "attempt 1 ended without a result (its worker was ended by SIGKILL)" in (told("a")[1] or "")

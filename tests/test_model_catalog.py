@@ -68,7 +68,7 @@ def home(tmp_path: Path) -> Path:
 @pytest.fixture
 def catalog(home: Path):
     database = Database(f"sqlite:///{home}/postgrad.db")
-    database.create_tables()
+    database.migrate()
     yield ModelCatalog(database, home)
     database.close()
 

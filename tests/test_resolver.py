@@ -20,6 +20,7 @@ from distributions.run_config import StackRunConfig
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
 from post_training.jobs.database import Database
+from post_training.jobs.scheduler import local_scheduler
 from providers.registry import ALIASES, BUILT_IN, find_spec
 from providers.spec import ProviderDeps, ProviderSpec
 
@@ -104,10 +105,11 @@ def stack_of(*entries: tuple[Api, dict[str, Any]]) -> StackRunConfig:
 async def built(config: StackRunConfig, specs: list[ProviderSpec], home: Path) -> list[Any]:
     config._environ = {"POSTGRAD_HOME": str(home)}
     database = Database(f"sqlite:///{home}/store.db")
-    database.create_tables()
+    database.migrate()
     try:
         models, datasets = ModelCatalog(database, home), DatasetCatalog(database, home)
-        return [b.impl for b in await build(plan(config, specs), database, models, datasets, config)]
+        scheduler = local_scheduler(database, home)
+        return [b.impl for b in await build(plan(config, specs), database, models, datasets, scheduler, config)]
     finally:
         database.close()
 

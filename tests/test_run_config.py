@@ -222,3 +222,26 @@ def test_a_name_that_reads_as_a_number_stays_a_name(tmp_path: Path):
 def test_template_names_are_the_folders_with_a_run_yaml():
     assert TEMPLATE in template_names()
     assert template_names() == sorted(p.parent.name for p in Path("templates").glob("*/run.yaml"))
+
+
+def test_jobs_run_on_the_devices_that_the_file_names(tmp_path: Path):
+    config = load(tmp_path, "jobs: {devices: [cpu, 'cuda:1'], max_queued: 7, max_attempts: 2}")
+    settings = config.jobs.settings(config.environ)
+    assert [slot.name for slot in settings.slots] == ["cpu:0", "cuda:1"]
+    assert (settings.max_queued, settings.max_attempts) == (7, 2)
+    assert load(tmp_path, "version: 2").jobs.max_attempts == 3
+
+
+@pytest.mark.parametrize(
+    ("jobs", "what"),
+    [
+        ("{devices: [gpu]}", "jobs.devices: Value error, 'gpu' is no device"),
+        ("{devices: cpu}", "jobs.devices"),
+        ("{max_queued: 0}", "jobs.max_queued"),
+        ("{max_attempts: 0}", "jobs.max_attempts"),
+        ("{workers: 3}", "jobs.workers"),
+    ],
+)
+def test_a_setting_of_jobs_that_cannot_be_used_is_refused_by_its_path(tmp_path: Path, jobs: str, what: str):
+    with pytest.raises(RunConfigInvalid, match=what):
+        load(tmp_path, f"jobs: {jobs}")

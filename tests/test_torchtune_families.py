@@ -10,14 +10,12 @@ from typing import Any
 
 import pytest
 import transformers
-from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 
 from apis.errors import InvalidField, ModelInvalid, UnsupportedModel
 from apis.post_training.models import LoraFinetuningConfig
 from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter
 from providers.torchtune.architecture import RopeScaling
-from providers.torchtune.config import TorchtunePostTrainingConfig
 from providers.torchtune.families import check_lora, check_max_seq_len, describe
 from tests.torchtune_models import CONTEXT, MODELS, UNTIED, make_model
 
@@ -330,12 +328,6 @@ def test_an_adapter_can_be_checked_against_a_request_before_any_worker_starts(or
     check_adapter(tmp_path, architecture, shape)
     with pytest.raises(InvalidField, match="rank is 8, the request asks for 4"):
         check_adapter(tmp_path, architecture, AdapterShape.of_request(LoraFinetuningConfig(rank=4, alpha=16)))
-
-
-def test_a_queue_that_no_job_fits_in_cannot_be_configured():
-    assert TorchtunePostTrainingConfig.model_validate({"max_queued": 1}).max_queued == 1
-    with pytest.raises(ValidationError, match="max_queued"):
-        TorchtunePostTrainingConfig.model_validate({"max_queued": 0})
 
 
 def test_describing_a_model_needs_no_torch(originals):

@@ -4,19 +4,24 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from apis.errors import StackError
+from apis.errors import InvalidField, StackError
 from distributions.cli.groups import CommandGroup
-from distributions.cli.output import AsJson, connect, print_fields, print_json, print_table
+from distributions.cli.output import AsJson, connect, console, print_fields, print_json, print_table
 from distributions.home import state_home
 
 if TYPE_CHECKING:
+    from collections.abc import Callable
+    from contextlib import AbstractContextManager
+
+    from apis.models.models import Model
     from post_training.catalog.models import ModelCatalog
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
@@ -122,6 +127,67 @@ def export_model(
         print(export_merged(catalog, checkpoint_id, dtype))
 
 
+@app.command("download")
+def download(
+    ctx: typer.Context,
+    checkpoint: Annotated[
+        str,
+        typer.Argument(
+            metavar="MODEL_OR_CHECKPOINT", help="A checkpoint's id, or another name of it.", show_default=False
+        ),
+    ],
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="DIR", help="A new or empty folder. Left out: the id's last part, here."),
+    ] = None,
+    form: Annotated[
+        Literal["adapter", "merged", "all"],
+        typer.Option("--form", help="The adapter (PEFT), the whole merged model, or every file of the checkpoint."),
+    ] = "adapter",
+) -> None:
+    """Bring a checkpoint of a stack to this machine, checked against its hashes, and print its folder.
+
+    A download that was cut goes on where it was.
+
+    \b
+    Examples:
+      postgrad models download SmolLM2-135M-Instruct-sft-1234-0
+      postgrad models download SmolLM2-135M-Instruct-sft-1234-0 --to tickets-model --form merged
+    """
+    client = connect(ctx)
+    job_uuid, step = _job_and_step(client.models.get(checkpoint))
+    target = to or Path(checkpoint.rpartition("/")[2])
+    with _bar(target.name) as on_progress:
+        folder = client.post_training.download_checkpoint(job_uuid, step, target, form, on_progress)
+    print(folder)
+
+
+def _job_and_step(model: Model) -> tuple[str, int]:
+    job_uuid, step = model.metadata.get("job_uuid"), model.metadata.get("step")
+    if not isinstance(job_uuid, str) or not isinstance(step, int):
+        raise InvalidField(
+            f"{model.identifier!r} is no checkpoint of a job, and only those can be downloaded; "
+            "`postgrad models list` shows the models",
+            param="MODEL_OR_CHECKPOINT",
+        )
+    return job_uuid, step
+
+
+def _bar(name: str) -> AbstractContextManager[Callable[[int, int], None] | None]:
+    """On a terminal, a bar on stderr that the result moves; else nothing."""
+    return _drawn_bar(name) if sys.stderr.isatty() else nullcontext()
+
+
+@contextmanager
+def _drawn_bar(name: str) -> Iterator[Callable[[int, int], None]]:
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(24), DownloadColumn(), TransferSpeedColumn())
+    with Progress(*columns, console=console(sys.stderr), transient=True) as bar:
+        task = bar.add_task(name, total=None)
+        yield lambda here, whole: bar.update(task, completed=here, total=whole)
+
+
 @contextmanager
 def _local_catalog(home: Path, stack: str | None) -> Iterator[ModelCatalog]:
     """The models of a state folder, in the store that `stack` names. Raises StackError where there is none."""
@@ -138,7 +204,7 @@ def _local_catalog(home: Path, stack: str | None) -> Iterator[ModelCatalog]:
         )
     database = Database(url)
     try:
-        database.create_tables()
+        database.migrate()
         yield ModelCatalog(database, home)
     finally:
         database.close()

@@ -1,46 +1,55 @@
-"""Starts a worker for each waiting job in turn, and notices every way in which a worker can end.
+"""Gives each free slot the next job that can run on it, and notices every way in which a worker can end.
 
-One thread in the server. What it knows beyond the store is only which child belongs to which claim, so a restarted
-server needs nothing from the one before: a worker that still runs goes on and is watched by its heartbeat.
+One thread in the server, one for all providers. What it knows lies in the store: leases say who runs what, so a
+restarted server finds running workers again and takes them over.
 """
 
 from __future__ import annotations
 
 import logging
-import signal
 import threading
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from apis.errors import WorkerDied
-from apis.post_training.models import JobError, JobStatus
-from post_training.jobs.database import now
-from post_training.jobs.launchers.local import Launcher, WorkerHandle
-from post_training.jobs.spec import JobSpec
+from post_training.checkpoints.layout import checkpoints_root, clean_partial
+from post_training.jobs.database import Database
+from post_training.jobs.devices import Slot, slots_of, threads_each
+from post_training.jobs.launchers.local import Launcher, LocalLauncher, WorkerHandle
+from post_training.jobs.leases import Claim, HeldLease, Leases
 from post_training.jobs.store import JobStore
 from post_training.jobs.tables import JobRow
+from post_training.jobs.waiting import Waiting, describe_wait
+from post_training.jobs.watching import Watch
+from post_training.processes import host_identity
 
 logger = logging.getLogger(__name__)
 
-LEASE_SECONDS = 15.0
 POLL_SECONDS = 0.2
-CANCEL_GRACE_SECONDS = 5.0
+CANCEL_GRACE_SECONDS = 4.0
 STOP_GRACE_SECONDS = 8.0
 
 
-@dataclass
-class _Attempt:
-    job_uuid: str
-    owner: str
-    worker: WorkerHandle
+@dataclass(frozen=True)
+class SchedulerSettings:
+    """How many jobs run, wait, and are tried again.
+
+    Attributes:
+        slots: room for one job each.
+        max_queued: waiting jobs beyond which a submit is refused.
+        max_attempts: attempts without a result, since the newest checkpoint, after which a job fails.
+    """
+
+    slots: tuple[Slot, ...] = field(default_factory=lambda: slots_of("auto"))
+    max_queued: int = 100
+    max_attempts: int = 3
 
 
 class Scheduler:
-    """First come, first served, `slots` at a time, for one provider.
+    """First come, first served, one job in each slot.
 
     Args:
         job_folder: where a job's files lie; its worker's output goes to `worker.log` there.
@@ -51,24 +60,29 @@ class Scheduler:
         self,
         store: JobStore,
         launcher: Launcher,
-        provider_id: str,
         job_folder: Callable[[str], Path],
         clean: Callable[[str], None],
+        settings: SchedulerSettings | None = None,
         *,
-        slots: int = 1,
-        lease_seconds: float = LEASE_SECONDS,
+        host: str | None = None,
     ) -> None:
+        self.settings = settings or SchedulerSettings()
+        self.provider_ids: set[str] = set()
         self._store = store
+        self._leases = Leases(store.database, clock=store.clock)
         self._launcher = launcher
-        self._provider_id = provider_id
         self._job_folder = job_folder
-        self._clean = clean
-        self._slots = slots
-        self._lease_seconds = lease_seconds
-        self._attempts: list[_Attempt] = []
+        self.clean = clean
+        self._host = host or host_identity()
+        self._workers: dict[str, WorkerHandle] = {}  # by owner token
+        self._watch = Watch()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
+
+    def serve(self, provider_id: str) -> None:
+        """From now on run the jobs of this provider."""
+        self.provider_ids.add(provider_id)
 
     def start(self) -> None:
         self._thread.start()
@@ -77,100 +91,123 @@ class Scheduler:
         """Look at the queue now instead of at the next poll."""
         self._wake.set()
 
+    def waiting(self, job: JobRow) -> Waiting:
+        """Where a job stands in the queue, and what it waits for."""
+        return describe_wait(self._store, job, self.settings.slots, self.provider_ids)
+
     def stop(self) -> None:
-        """Have running workers give their jobs back to the queue, and end those that do not in time."""
+        """Have running workers save and give their jobs back to the queue, and end those that do not in time."""
         self._stopping.set()
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(STOP_GRACE_SECONDS)
-        for attempt in self._attempts:
-            attempt.worker.terminate()
+        for worker in self._workers.values():
+            worker.terminate()
         deadline = time.monotonic() + STOP_GRACE_SECONDS
-        while any(attempt.worker.poll() is None for attempt in self._attempts) and time.monotonic() < deadline:
+        while any(worker.ended() is None for worker in self._workers.values()) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for attempt in self._attempts:
-            # Also those that ended by themselves: one that was still starting had no chance to give its job back.
-            attempt.worker.kill()
-            if self._store.end(attempt.job_uuid, attempt.owner, JobStatus.scheduled, "the server stopped", None):
-                self._clean(attempt.job_uuid)
-        self._attempts.clear()
+        for worker in self._workers.values():
+            worker.kill()
+        self._try(self._give_back_all)
+        self._workers.clear()
+
+    def _give_back_all(self) -> None:
+        """Also the jobs of workers that ended by themselves: one that was still starting had no chance to."""
+        for lease in self._leases.held():
+            if lease.owner in self._workers:
+                self._leases.give_back(lease.job_uuid, lease.owner, "the server stopped")
+                self.clean(lease.job_uuid)
 
     def _run(self) -> None:
         while not self._stopping.is_set():
-            try:
-                self._tick()
-            except SQLAlchemyError:
-                # A store that is locked or away for a while must not end the scheduler; nothing is lost by waiting.
-                logger.exception("the job store cannot be reached; trying again")
-            except Exception:
-                logger.exception("the scheduler met an error; going on")
+            self._try(self._tick)
             self._wake.wait(POLL_SECONDS)
             self._wake.clear()
 
-    def _tick(self) -> None:
-        self._reap()
-        self._stop_cancelled()
-        self._expire()
-        while self._slots > len(self._store.running(self._provider_id)) and not self._stopping.is_set():
-            job = self._store.claim(self._provider_id)
-            if job is None:
-                return
-            self._launch(job)
-
-    def _launch(self, job: JobRow) -> None:
-        assert job.owner is not None  # claim() set it
-        threads = JobSpec.model_validate(job.spec).worker.threads
-        log_path = self._job_folder(job.job_uuid) / "worker.log"
+    def _try(self, work: Callable[[], None]) -> None:
         try:
-            worker = self._launcher.launch(job.job_uuid, job.owner, log_path, threads)
+            work()
+        except SQLAlchemyError as error:
+            # A store that is locked or away for a while must not end the scheduler; nothing is lost by waiting.
+            logger.error("the job store cannot be reached (%s); trying again", type(error).__name__)
+        except Exception:
+            logger.exception("the scheduler met an error; going on")
+
+    def _tick(self) -> None:
+        held = self._leases.held()
+        self._watch.look(held)
+        for lease in held:
+            self._look_after(lease)
+        self._forget_ended(held)
+        while len(self._workers) < len(self.settings.slots) and not self._stopping.is_set():
+            claim = self._leases.claim(self._host, self.settings.slots, self.provider_ids)
+            if claim is None:
+                return
+            self._launch(claim)
+
+    # -- one lease -----------------------------------------------------------------------------------------------
+
+    def _look_after(self, lease: HeldLease) -> None:
+        worker = self._worker(lease)
+        how = None if worker is None else worker.ended()
+        if how is not None:
+            self._lost(lease, f"its worker {how}")
+        elif self._watch.silent(lease):
+            self._lost(lease, f"its worker was silent for {self._watch.lease_seconds:.0f} s")
+        elif worker is not None and self._watch.cancelling_for(lease) > CANCEL_GRACE_SECONDS:
+            worker.kill()
+            self._leases.cancelled(lease.job_uuid, lease.owner, "cancelled; the worker was ended")
+            self._workers.pop(lease.owner)
+            self.clean(lease.job_uuid)
+
+    def _worker(self, lease: HeldLease) -> WorkerHandle | None:
+        """The worker's process, where it is on this machine and known."""
+        known = self._workers.get(lease.owner)
+        if known is not None or lease.host != self._host or lease.pid is None:
+            return known
+        logger.info("job %s: found its worker again, process %d", lease.job_uuid, lease.pid)
+        return self._workers.setdefault(lease.owner, self._launcher.adopt(lease.pid, lease.process_started))
+
+    def _lost(self, lease: HeldLease, reason: str) -> None:
+        """Record an attempt without a result, unless its worker ended the job by itself before it went."""
+        worker = self._workers.get(lease.owner)
+        if worker is not None:
+            worker.kill()  # a silent one must not wake up beside its successor; nor may anything that it started
+        if self._leases.lost(lease.job_uuid, lease.owner, reason, self.settings.max_attempts):
+            logger.warning("job %s: %s", lease.job_uuid, reason)
+            if lease.host == self._host:
+                self.clean(lease.job_uuid)
+        self._workers.pop(lease.owner, None)
+
+    def _forget_ended(self, held: Iterable[HeldLease]) -> None:
+        """Wait for the processes of workers whose lease is gone, which are about to exit."""
+        owners = {lease.owner for lease in held}
+        for owner, worker in list(self._workers.items()):
+            if owner in owners:
+                continue
+            if worker.ended() is not None or self._watch.overdue(owner):
+                worker.kill()
+                del self._workers[owner]
+
+    def _launch(self, claim: Claim) -> None:
+        threads = claim.spec.worker.threads or threads_each(self.settings.slots)
+        log_path = self._job_folder(claim.job_uuid) / "worker.log"
+        try:
+            self._workers[claim.owner] = self._launcher.launch(claim, log_path, threads)
         except OSError as error:
-            logger.exception("no worker could be started for job %s", job.job_uuid)
-            self._fail(job.job_uuid, job.owner, f"no worker could be started: {error.strerror}")
-            return
-        self._attempts.append(_Attempt(job.job_uuid, job.owner, worker))
-
-    def _reap(self) -> None:
-        for attempt in list(self._attempts):
-            status = attempt.worker.poll()
-            if status is None:
-                continue
-            self._attempts.remove(attempt)
-            attempt.worker.kill()  # whatever the worker itself had started
-            self._fail(attempt.job_uuid, attempt.owner, f"its worker ended {_describe(status)}")
-
-    def _stop_cancelled(self) -> None:
-        for job in self._store.running(self._provider_id):
-            if job.cancel_requested_at is None:
-                continue
-            attempt = next((a for a in self._attempts if a.owner == job.owner), None)
-            if attempt is None or (now() - job.cancel_requested_at).total_seconds() < CANCEL_GRACE_SECONDS:
-                continue
-            attempt.worker.kill()
-            self._attempts.remove(attempt)
-            self._store.end(job.job_uuid, job.owner, JobStatus.cancelled, "cancelled; the worker was ended", None)
-            self._clean(job.job_uuid)
-
-    def _expire(self) -> None:
-        ours = {attempt.owner for attempt in self._attempts}
-        for job in self._store.stale(self._provider_id, self._lease_seconds):
-            if job.owner in ours:
-                continue  # a child: its exit says more than its silence, and a stopped one may go on
-            if job.cancel_requested_at is not None:
-                self._store.end(job.job_uuid, job.owner, JobStatus.cancelled, "cancelled; the worker was lost", None)
-                self._clean(job.job_uuid)
-            else:
-                self._fail(job.job_uuid, job.owner, f"its worker was silent for {self._lease_seconds:.0f} s")
-
-    def _fail(self, job_uuid: str, owner: str | None, what: str) -> None:
-        """Record a death, unless the worker ended the job by itself before it went."""
-        error = WorkerDied(f"{what}; submit the job again under another id")
-        if self._store.end(job_uuid, owner, JobStatus.failed, what, JobError(code=error.code, message=error.message)):
-            self._clean(job_uuid)
+            logger.exception("no worker could be started for job %s", claim.job_uuid)
+            reason = f"no worker could be started: {error.strerror}"
+            self._leases.lost(claim.job_uuid, claim.owner, reason, self.settings.max_attempts)
 
 
-def _describe(status: int) -> str:
-    if status >= 0:
-        return f"with exit status {status}"
-    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
-    hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
-    return f"by {name}{hint}"
+def local_scheduler(database: Database, home: Path, settings: SchedulerSettings | None = None) -> Scheduler:
+    """A scheduler whose workers are processes on this machine and whose jobs lie in `home`."""
+    store = JobStore(database)
+
+    def clean(job_uuid: str) -> None:
+        clean_partial(checkpoints_root(home, job_uuid), store.recorded_steps(job_uuid))
+
+    def folder(job_uuid: str) -> Path:
+        return checkpoints_root(home, job_uuid).parent
+
+    return Scheduler(store, LocalLauncher(database.url, home), folder, clean, settings)

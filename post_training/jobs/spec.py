@@ -80,3 +80,11 @@ class JobSpec(BaseModel):
     validation: DatasetRef | None = None
     seed: int = 0
     worker: WorkerSettings
+
+    @property
+    def device_kind(self) -> str | None:
+        """`cpu` or `cuda` where the job must run on one, None where either will do."""
+        if self.training_config.device is not None:
+            return self.training_config.device
+        kind = self.worker.device.partition(":")[0]
+        return None if kind == "auto" else kind

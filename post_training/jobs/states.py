@@ -1,7 +1,7 @@
 """Which way a job may move.
 
     scheduled ─> in_progress ─> completed | failed | cancelled
-        │             └──────> scheduled      (an attempt ended without a result: the server stopped)
+        │             └──────> scheduled      (an attempt ended without a result)
         └────────────────────> cancelled | failed
 
 Terminal states never change.

@@ -21,10 +21,9 @@ class TorchtunePostTrainingConfig(BaseModel):
         export: which forms of the trained model each checkpoint holds.
         merged_dtype: fp32 keeps what was trained; bf16 halves the size and rounds (the loss is measured and reported).
         default_model: trained when a request names no model.
-        device: `auto` takes CUDA if there is one, else the CPU.
-        threads: CPU threads of a worker; null: $OMP_NUM_THREADS, else all usable cores.
+        device: the kind of device that jobs ask for where the request does not say; `auto`: any of the stack's.
+        threads: CPU threads of a worker; null: $OMP_NUM_THREADS, else the usable cores divided by the stack's devices.
         micro_batch_tokens: most tokens in one forward pass; more memory for larger values, never another result.
-        max_queued: waiting jobs beyond which a submit is refused.
         model_roots: folders that a request's `checkpoint_dir` may point into; null: the state folder's `models`.
     """
 
@@ -35,10 +34,9 @@ class TorchtunePostTrainingConfig(BaseModel):
     export: list[ExportForm] | None = None
     merged_dtype: Literal["fp32", "bf16"] = "fp32"
     default_model: str | None = None
-    device: str = Field(default="auto", pattern=r"^(auto|cpu|cuda(:\d+)?)$")
+    device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = Field(default=None, ge=1)
     micro_batch_tokens: int = Field(default=4096, ge=16)
-    max_queued: int = Field(default=100, ge=1)
     model_roots: list[str] | None = None
 
     @model_validator(mode="before")

@@ -42,9 +42,8 @@ async def get_provider_impl(config: TorchtunePostTrainingConfig, deps: ProviderD
         default_model=config.default_model,
         default_seed=config.torch_seed or 0,
         model_roots=tuple(Path(root).expanduser() for root in roots),
-        max_queued=config.max_queued,
     )
-    return JobService(deps.database, deps.home, deps.models, deps.datasets, profile)
+    return JobService(deps.database, deps.home, deps.models, deps.datasets, profile, deps.scheduler)
 
 
 def check_request(request: SupervisedFineTuneRequest, model: ResolvedModel) -> LoraFinetuningConfig:

@@ -1,4 +1,4 @@
-"""Workers as child processes on this machine, each in a process group of its own."""
+"""Workers as processes on this machine, each in a process group of its own."""
 
 from __future__ import annotations
 
@@ -10,20 +10,22 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Protocol
 
-from post_training.processes import python_module, torch_environment
+from post_training.jobs.leases import Claim
+from post_training.processes import process_identity, python_module, torch_environment
 
 WORKER_MODULE = "post_training.worker.main"
+DEVICE_VARIABLE = "POSTGRAD_DEVICE"
 
 
 class WorkerHandle(Protocol):
-    """A started worker."""
+    """A worker that was started, by this server or by an earlier one."""
 
-    def poll(self) -> int | None:
-        """Its exit status, or None while it runs; negative for a signal's number."""
+    def ended(self) -> str | None:
+        """How it ended, in words that follow "its worker"; None while it runs."""
         ...
 
     def terminate(self) -> None:
-        """Ask it to give its job back and stop."""
+        """Ask it to save, give its job back and stop."""
         ...
 
     def kill(self) -> None:
@@ -32,15 +34,24 @@ class WorkerHandle(Protocol):
 
 
 class Launcher(Protocol):
-    def launch(self, job_uuid: str, owner: str, log_path: Path, threads: int | None) -> WorkerHandle: ...
+    def launch(self, claim: Claim, log_path: Path, threads: int | None) -> WorkerHandle:
+        """Start a worker for a claimed job; what it prints goes to `log_path`. Raises OSError where it can't."""
+        ...
+
+    def adopt(self, pid: int, process_started: str | None) -> WorkerHandle:
+        """A worker on this machine that an earlier server started."""
+        ...
 
 
 @dataclass
 class LocalWorker:
+    """A child process."""
+
     process: subprocess.Popen[bytes]
 
-    def poll(self) -> int | None:
-        return self.process.poll()
+    def ended(self) -> str | None:
+        status = self.process.poll()
+        return None if status is None else _describe(status)
 
     def terminate(self) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -54,6 +65,30 @@ class LocalWorker:
         self.process.wait()
 
 
+@dataclass
+class AdoptedWorker:
+    """A process that is no child: known by its number and, since numbers are used again, by when it started."""
+
+    pid: int
+    process_started: str | None
+
+    def ended(self) -> str | None:
+        return None if self._lives() else "ended while no server watched it"
+
+    def terminate(self) -> None:
+        if self._lives():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.kill(self.pid, signal.SIGTERM)
+
+    def kill(self) -> None:
+        if self._lives():
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def _lives(self) -> bool:
+        return self.process_started is not None and process_identity(self.pid) == self.process_started
+
+
 class LocalLauncher:
     """Starts `python -m post_training.worker.main` for one job."""
 
@@ -61,8 +96,8 @@ class LocalLauncher:
         self._database_url = database_url
         self._home = home
 
-    def launch(self, job_uuid: str, owner: str, log_path: Path, threads: int | None) -> LocalWorker:
-        """Start a worker for a claimed job; what it prints goes to `log_path`.
+    def launch(self, claim: Claim, log_path: Path, threads: int | None) -> LocalWorker:
+        """As `Launcher.launch`.
 
         Secrets (the store's URL, the owner token) travel in the environment, where `ps` does not show them.
         """
@@ -70,12 +105,16 @@ class LocalLauncher:
         environment = {
             **torch_environment(threads),
             "POSTGRAD_DATABASE_URL": self._database_url,
-            "POSTGRAD_JOB_OWNER": owner,
+            "POSTGRAD_JOB_OWNER": claim.owner,
+            DEVICE_VARIABLE: claim.slot.device,
             "PYTHONUNBUFFERED": "1",
         }
-        command = [*python_module(WORKER_MODULE), "--home", str(self._home), "--job", job_uuid]
+        command = [*python_module(WORKER_MODULE), "--home", str(self._home), "--job", claim.job_uuid]
         with log_path.open("ab") as log:
             return LocalWorker(_start(command, environment, log))
+
+    def adopt(self, pid: int, process_started: str | None) -> AdoptedWorker:
+        return AdoptedWorker(pid, process_started)
 
 
 def _start(command: list[str], environment: dict[str, str], log: IO[bytes]) -> subprocess.Popen[bytes]:
@@ -87,3 +126,11 @@ def _start(command: list[str], environment: dict[str, str], log: IO[bytes]) -> s
         stderr=subprocess.STDOUT,
         start_new_session=True,
     )
+
+
+def _describe(status: int) -> str:
+    if status >= 0:
+        return f"ended with exit status {status}"
+    name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+    hint = " (the system may have run out of memory)" if name == "SIGKILL" else ""
+    return f"was ended by {name}{hint}"
