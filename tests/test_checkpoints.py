@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from datetime import UTC, datetime
@@ -16,6 +17,7 @@ import pytest
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+from sqlalchemy.exc import OperationalError
 from torch import Tensor
 
 from apis.errors import DiskFull, ModelInvalid
@@ -172,18 +174,47 @@ def test_a_checkpoint_without_a_readable_manifest_is_refused(tmp_path: Path):
         read_manifest(directory)
 
 
-def test_the_same_step_written_again_replaces_the_first(tmp_path: Path):
+def test_a_directory_in_the_way_goes_only_after_the_writer_proved_its_right_again(tmp_path: Path):
     write(tmp_path, content="first")
-    directory = write(tmp_path, content="second")
+    asked: list[str] = []
+    with CheckpointWriter(tmp_path, JOB, 4) as writer:
+        (writer.adapter / "a.json").write_text("second")
+        there = writer.final / "adapter" / "a.json"
+        directory = writer.commit(manifest(), lambda: asked.append(there.read_text()))
+    assert asked == ["first", "first"]
     assert (directory / "adapter" / "a.json").read_text() == "second"
     assert [path.name for path in directory.parent.iterdir()] == ["4"]
 
 
-def test_a_replacement_killed_between_its_two_renames_gives_the_old_checkpoint_back(tmp_path: Path):
-    directory = write(tmp_path)
-    directory.rename(directory.with_name(".4.old-1-ab"))
-    clean_partial(directory.parent)
-    check_files(directory)
+@pytest.mark.parametrize("refused_at", [1, 2])
+def test_a_writer_without_the_right_moves_nothing(tmp_path: Path, refused_at: int):
+    before = write(tmp_path, content="first")
+    calls = 0
+
+    def confirm() -> None:
+        nonlocal calls
+        calls += 1
+        if calls == refused_at:
+            raise PermissionError("another's by now")
+
+    with CheckpointWriter(tmp_path, JOB, 4) as writer:
+        (writer.adapter / "a.json").write_text("second")
+        with pytest.raises(PermissionError):
+            writer.commit(manifest(), confirm)
+    assert (before / "adapter" / "a.json").read_text() == "first"
+    check_files(before)
+    assert [path.name for path in before.parent.iterdir()] == ["4"]
+
+
+def test_cleaning_up_keeps_what_the_store_knows_and_nothing_else(tmp_path: Path):
+    root = write(tmp_path, 3).parent
+    write(tmp_path, 4)
+    (root / ".5.tmp-12-00ff" / "adapter").mkdir(parents=True)
+    (root / "6" / "adapter").mkdir(parents=True)  # no manifest
+    (root / "notes").mkdir()  # none of ours
+    clean_partial(root, {4, 6})
+    assert sorted(path.name for path in root.iterdir()) == ["4", "notes"]
+    clean_partial(tmp_path / "nowhere", {4})
 
 
 @pytest.mark.parametrize(
@@ -293,6 +324,27 @@ def test_the_random_generator_goes_on_where_it_was(tmp_path: Path):
         torch.manual_seed(99)
         state.restore_rng(state.load_training_state(tmp_path)[0])
         assert torch.rand(10).equal(expected)
+
+
+def test_a_full_disk_is_known_by_its_number_by_words_and_through_what_wraps_it():
+    for full in (
+        OSError(errno.ENOSPC, "x"),
+        OSError(errno.EDQUOT, "x"),
+        OperationalError("INSERT", {}, sqlite3.OperationalError("database or disk is full")),
+        OperationalError("INSERT", {}, Exception("could not extend file: No space left on device")),
+    ):
+        wrapped = RuntimeError("while saving")
+        wrapped.__cause__ = full
+        assert layout.disk_full(full, "x") is not None
+        assert layout.disk_full(wrapped, "x") is not None
+    locked = sqlite3.OperationalError("database is locked")
+    for other in (
+        None,
+        OSError(errno.EACCES, "No space left on device"),
+        # What was to be written is no reason.
+        OperationalError("INSERT", {"message": "database or disk is full"}, locked),
+    ):
+        assert layout.disk_full(other, "x") is None
 
 
 def test_a_full_disk_under_the_tensor_library_is_an_os_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

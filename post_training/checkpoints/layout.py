@@ -6,7 +6,8 @@
         training_state/   state.safetensors, state.json
         manifest.json     hashes of all the files above; written last
 
-A directory without a manifest is no checkpoint: nothing here reads it, and the next attempt removes it.
+A directory without a manifest is no checkpoint: nothing here reads it, and the next attempt removes it. So is one that
+the job store does not know: it is recorded there right after it has its place.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ import os
 import re
 import secrets
 import shutil
-from collections.abc import Collection
+from collections.abc import Callable, Collection
+from contextlib import suppress
 from datetime import datetime
 from pathlib import Path
 from types import TracebackType
@@ -30,9 +32,14 @@ from post_training.catalog.model_files import PICKLE_SUFFIXES
 from post_training.catalog.naming import folder_name
 
 MANIFEST = "manifest.json"
+RESERVE = ".reserve"
+"""A file beside the checkpoints that holds room while a worker runs; see `space.hold_reserve`."""
 ADAPTER, MERGED, TRAINING_STATE = "adapter", "merged", "training_state"
 FULL_ERRORS = (errno.ENOSPC, errno.EDQUOT)
-_LEFT_OVER = re.compile(r"\.(\d+)\.(tmp|old)-\d+-[0-9a-f]+")
+_LEFT_OVER = re.compile(r"\.\d+\.tmp-\d+-[0-9a-f]+")
+_TAKEN_ERRORS = (errno.ENOTEMPTY, errno.EEXIST)
+# How libraries that hide the number put it: SQLite in its own words, Rust and PostgreSQL in the operating system's.
+_FULL_WORDS = ("database or disk is full", *(os.strerror(number) for number in FULL_ERRORS))
 _CHUNK_BYTES = 1 << 20
 
 
@@ -70,12 +77,23 @@ class Manifest(BaseModel):
 
 
 def disk_full(error: BaseException | None, what: str) -> DiskFull | None:
-    """DiskFull where `error` says "no space left" or "quota exceeded" (while writing `what`), else None."""
-    if not isinstance(error, OSError) or error.errno not in FULL_ERRORS:
-        return None
-    return DiskFull(
-        f"no space left on the disk while writing {what}: free some space, or move $POSTGRAD_HOME to a larger disk"
-    )
+    """DiskFull where `error`, or what caused it, says "no space left" or "quota exceeded" (while writing `what`)."""
+    while error is not None:
+        if _says_full(error):
+            return DiskFull(
+                f"no space left on the disk while writing {what}: free some space, or move $POSTGRAD_HOME to a larger "
+                "disk"
+            )
+        error = error.__cause__
+    return None
+
+
+def _says_full(error: BaseException) -> bool:
+    if isinstance(error, OSError) and error.errno is not None:
+        return error.errno in FULL_ERRORS
+    # SQLAlchemy's own text quotes what was to be written, which may hold any words.
+    said = str(getattr(error, "orig", error))
+    return any(words in said for words in _FULL_WORDS)
 
 
 def checkpoints_root(home: Path, job_uuid: str) -> Path:
@@ -99,9 +117,8 @@ class CheckpointWriter:
     def __init__(self, home: Path, job_uuid: str, step: int) -> None:
         root = checkpoints_root(home, job_uuid)
         self._home, self._step = home, step
-        self._token = f"{os.getpid()}-{secrets.token_hex(4)}"
         self.final = root / str(step)
-        self.directory = root / f".{step}.tmp-{self._token}"
+        self.directory = root / f".{step}.tmp-{os.getpid()}-{secrets.token_hex(4)}"
 
     @property
     def adapter(self) -> Path:
@@ -115,11 +132,15 @@ class CheckpointWriter:
     def training_state(self) -> Path:
         return self._folder(TRAINING_STATE)
 
-    def commit(self, manifest: Manifest) -> Path:
+    def commit(self, manifest: Manifest, confirm: Callable[[], None] = lambda: None) -> Path:
         """Write the manifest, make all of it durable, move it into place.
 
+        Args:
+            confirm: called right before the move; raises where the writer may write no more. Where it returns, the job
+                store may hold nothing that relies on a directory of this step: one that is there is removed.
+
         Returns:
-            the final directory. One that was there before (a later attempt reached the same step again) is replaced.
+            the final directory.
 
         Raises:
             ModelInvalid: the tree holds a pickle or a link.
@@ -128,19 +149,24 @@ class CheckpointWriter:
         complete = manifest.model_copy(update={"files": files})
         (self.directory / MANIFEST).write_text(complete.model_dump_json(indent=1) + "\n", encoding="utf-8")
         fsync_tree(self.directory)
-        self._move()
-        return self.final
-
-    def _move(self) -> None:
-        replaced = self.final.with_name(f".{self.final.name}.old-{self._token}")
-        if self.final.exists():
-            self.final.rename(replaced)
-        self.directory.rename(self.final)
+        self._move(confirm)
         for folder in self.final.parents:  # the job's folders may be new as well
             fsync(folder)
             if folder == self._home:
                 break
-        shutil.rmtree(replaced, ignore_errors=True)
+        return self.final
+
+    def _move(self, confirm: Callable[[], None]) -> None:
+        """Rename, which fails where the target has content: another writer's checkpoint is never replaced unseen."""
+        confirm()
+        try:
+            self.directory.rename(self.final)
+        except OSError as error:
+            if error.errno not in _TAKEN_ERRORS:
+                raise
+            confirm()
+            remove_tree(self.final)
+            self.directory.rename(self.final)
 
     def _folder(self, name: str) -> Path:
         folder = self.directory / name
@@ -201,25 +227,30 @@ def check_files(directory: Path) -> Manifest:
     return manifest
 
 
-def clean_partial(root: Path, announced: Collection[int] | None = None) -> None:
+def clean_partial(root: Path, recorded: Collection[int] | None = None) -> None:
     """Remove what an ended writer left under `root`. Call it only where no other writer can be at work there.
 
     Args:
-        announced: the steps that the store knows; a complete directory of another step was never verified or announced
-            and goes too. None keeps every complete one.
+        recorded: the steps that the job store knows; a complete directory of another step goes too, since nothing would
+            ever resume from it or list it. None keeps every complete one.
     """
     if not root.is_dir():
         return
+    (root / RESERVE).unlink(missing_ok=True)
     for path in root.iterdir():
-        left_over = _LEFT_OVER.fullmatch(path.name)
-        if left_over and left_over[2] == "old" and not (root / left_over[1]).exists():
-            path.rename(root / left_over[1])  # killed between the two renames of a replacement: the old one stands
-        elif left_over or (path.name.isdecimal() and not _stands(path, announced)):
+        if _LEFT_OVER.fullmatch(path.name) or (path.name.isdecimal() and not _stands(path, recorded)):
+            remove_tree(path)
+
+
+def remove_tree(path: Path) -> None:
+    """Remove a directory, whoever else may be removing it at the same time."""
+    while path.exists():
+        with suppress(FileNotFoundError):
             shutil.rmtree(path)
 
 
-def _stands(path: Path, announced: Collection[int] | None) -> bool:
-    return (path / MANIFEST).is_file() and (announced is None or int(path.name) in announced)
+def _stands(path: Path, recorded: Collection[int] | None) -> bool:
+    return (path / MANIFEST).is_file() and (recorded is None or int(path.name) in recorded)
 
 
 def _tree(directory: Path) -> list[str]:

@@ -2,69 +2,89 @@
 
 from __future__ import annotations
 
-import math
-import resource
-import sys
+import logging
 import time
-from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from apis.errors import DataInvalid, NonFiniteLoss, NothingTrained
-from apis.post_training.models import JobProgress, PostTrainingMetric
+import torch
+from torch import Tensor
+
+from apis.errors import DataInvalid, NonFiniteLoss, NothingTrained, PostgradError
+from apis.post_training.models import JobStatus, PostTrainingMetric
+from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.layout import TRAINING_STATE
-from post_training.checkpoints.state import load_training_state, masters_of, restore_rng
-from post_training.data.batching import epoch_order, micro_batches, steps
+from post_training.checkpoints.space import CheckpointSize, FreeBytes, check_start, estimate, free_bytes
+from post_training.checkpoints.state import load_training_state, masters_of, restore_rng, rng_tensors
+from post_training.data.batching import micro_batches
 from post_training.data.preflight import TokenizedDataset
-from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import DatasetRef, JobSpec
 from post_training.training.interruption import Interrupted
-from post_training.training.trainer import StepResult, Trainer, ValidationResult
+from post_training.training.trainer import StepResult, Trainer
 from post_training.worker import setup
+from post_training.worker.epochs import SaveTimer, count_steps, plan_epoch, validation_rows
+from post_training.worker.keeping import discard_unannounced, release_room
 from post_training.worker.lease import Lease
-from post_training.worker.saving import mark_completed, save_checkpoint
+from post_training.worker.progress import ProgressReport, describe_validation, finite, peak_bytes
+from post_training.worker.resume import Cursor, find_resume_point
+from post_training.worker.saving import Saver, Snapshot
+
+logger = logging.getLogger(__name__)
 
 MAX_SKIPPED_IN_A_ROW = 10
 """Non-finite steps are skipped one by one; this many in a row mean the run has diverged."""
-SPEED_WINDOW_STEPS = 20
 
 
-def run_job(lease: Lease, spec: JobSpec, home: Path) -> None:
-    """Run the job to its end and store it as completed.
+def run_job(
+    lease: Lease, spec: JobSpec, home: Path, *, device: str | None = None, free: FreeBytes = free_bytes
+) -> None:
+    """Run the job to its end, from its newest checkpoint where it has one, and store it as completed.
+
+    Args:
+        device: PyTorch's name of the one to run on; None: what an earlier attempt used, else what the spec says.
+        free: bytes that are free on the file system of a path.
 
     Raises:
-        Interrupted: the lease said stop.
+        Interrupted: the lease said stop. On a stop by the server the newest step was saved.
         PostgradError: why the job failed.
     """
-    JobLoop(lease, spec, home).run()
+    JobLoop(lease, spec, home, device, free).run()
 
 
 class JobLoop:
-    def __init__(self, lease: Lease, spec: JobSpec, home: Path) -> None:
+    def __init__(self, lease: Lease, spec: JobSpec, home: Path, device: str | None, free: FreeBytes) -> None:
         self._lease = lease
         self._spec = spec
         self._home = home
-        self._progress = JobProgress()
+        self._device = device
+        self._free = free
+        self._report = ProgressReport(lease)
         self._earlier = lease.store.get(lease.job_uuid)
-        self._recent: list[tuple[float, int]] = []
-        self._skipped_in_a_row = 0
+        self._cursor = Cursor()
+        self._timer = SaveTimer(spec.training_config.save_every_n_steps)
+        self._rng: dict[str, Tensor] = {}
 
     def run(self) -> None:
         started = time.monotonic()
         rows, validation = self._tokenize()
         trainer = self._load(rows)
-        first_epoch = self._resume(trainer)
-        for epoch in range(first_epoch, self._spec.training_config.n_epochs):
-            self._run_epoch(trainer, rows, validation, epoch)
-        if self._progress.supervised_tokens_seen == 0:
+        saver = self._saver(trainer)
+        self._resume(trainer, saver)
+        try:
+            while self._cursor.epoch < self._spec.training_config.n_epochs:
+                self._run_epoch(trainer, saver, rows, validation)
+        except Interrupted:
+            if self._lease.stop_reason == "stopped":
+                self._save_before_stop(trainer, saver)
+            raise
+        if self._report.progress.supervised_tokens_seen == 0:
             raise NothingTrained("no optimizer step was made: no step had a supervised token and a finite gradient")
         self._lease.update(message=f"trained {trainer.step} steps in {time.monotonic() - started:.1f} s")
-        mark_completed(self._lease, self._home)
+        self._complete()
 
     # -- before the first step -----------------------------------------------------------------------------------
 
     def _tokenize(self) -> tuple[TokenizedDataset, TokenizedDataset | None]:
-        self._phase("tokenize")
+        self._report.phase("tokenize")
         training = self._read(self._spec.dataset, "dataset_id")
         validation = self._read(self._spec.validation, "validation_dataset_id") if self._spec.validation else None
         self._report_data("dataset", training)
@@ -92,19 +112,20 @@ class JobLoop:
         self._lease.update(report=report, message=f"tokenized {len(data.rows)} rows of {name}")
 
     def _load(self, data: TokenizedDataset) -> Trainer:
-        self._phase("load_model")
+        self._report.phase("load_model")
+        self._check_space(self._size(0, 0))  # what is known before the model is: a merged model's part
         config = self._spec.training_config
-        # What the first attempt ran with: another number of threads could change the last bit of a sum.
         first = self._earlier.resources or {}
-        device = setup.choose_device(first.get("device", self._spec.worker.device))
+        device = setup.choose_device(self._device or first.get("device", self._spec.worker.device))
+        # What the first attempt ran with: another number of threads could change the last bit of a sum.
         threads = setup.set_threads(first.get("threads", self._spec.worker.threads))
         model = setup.load_model(self._spec, device)
-        total = self._count_steps(data.rows)
+        total = count_steps(self._spec, data.rows)
         optim = setup.optim_settings(config.optimizer_config, total, config.max_grad_norm)
         trainable = sum(parameter.numel() for parameter in model.adapter_parameters().values())
-        self._progress.total_steps = total
+        self._report.progress.total_steps = total
         self._lease.update(
-            progress=self._progress,
+            progress=self._report.progress,
             resources={"device": device, "threads": threads, "dtype": config.dtype or "bf16"},
             report={
                 "seed": self._spec.seed,
@@ -126,153 +147,137 @@ class JobLoop:
         if state.is_dir():
             trainer.masters.load(masters_of(load_training_state(state)[0]))
 
-    def _resume(self, trainer: Trainer) -> int:
-        """Continue from the newest checkpoint of an earlier attempt; returns the first epoch to run."""
-        found = self._lease.store.checkpoints(self._lease.job_uuid)
-        if not found:
-            return 0
-        newest = found[-1]
-        tensors, meta = load_training_state(self._home / newest.path / TRAINING_STATE)
-        trainer.load_state(tensors, meta)
-        restore_rng(tensors)
-        self._progress = JobProgress.model_validate(meta["progress"])
-        self._lease.update(message=f"resumed after epoch {newest.epoch}, step {newest.step}")
-        return newest.epoch + 1
+    def _saver(self, trainer: Trainer) -> Saver:
+        tensors = trainer.masters.tensors.values()
+        size = self._size(sum(tensor.numel() for tensor in tensors), len(tensors))
+        self._check_space(size)
+        return Saver(self._lease, self._spec, self._home, size, self._free)
 
-    def _count_steps(self, rows: Sequence[TokenizedRow]) -> int:
-        config = self._spec.training_config
-        if config.data_config is not None and config.data_config.packed:
-            # How rows fill packs depends on their order, which differs from epoch to epoch.
-            return sum(len(self._plan(rows, epoch)) for epoch in range(config.n_epochs))
-        return config.n_epochs * len(self._plan(rows, 0))
-
-    def _plan(self, rows: Sequence[TokenizedRow], epoch: int) -> list[list[int]]:
-        """The row indices of each optimizer step of an epoch."""
-        data = self._spec.training_config.data_config
-        assert data is not None  # no job is accepted without
-        return steps(
-            [len(row.tokens) for row in rows],
-            order=epoch_order(len(rows), data.shuffle, self._spec.seed, epoch),
-            batch_size=data.batch_size,
-            accumulation=self._spec.training_config.gradient_accumulation_steps,
-            packed=bool(data.packed),
-            max_seq_len=setup.max_seq_len(self._spec),
-            max_steps=self._spec.training_config.max_steps_per_epoch,
+    def _size(self, parameters: int, tensors: int) -> CheckpointSize:
+        worker = self._spec.worker
+        return estimate(
+            parameters,
+            tensors,
+            self._spec.training_config.optimizer_config.optimizer_type.value,
+            Path(self._spec.model.base_dir),
+            worker.merged_dtype if "merged" in worker.export else None,
         )
+
+    def _check_space(self, size: CheckpointSize) -> None:
+        """Raises DiskFull unless the checkpoints that are still to come have room."""
+        config = self._spec.training_config
+        rows = self._lease.store.all_checkpoints(self._lease.job_uuid)
+        after = sum(row.metrics is not None for row in rows)
+        # Those that are kept, and one that is written before the oldest of them goes.
+        most_inside = (config.save_total_limit or 1) + 1
+        check_start(
+            self._home,
+            size,
+            after=max(0, config.n_epochs - after),
+            inside=max(1, most_inside - (len(rows) - after)),
+            free=self._free,
+        )
+
+    def _resume(self, trainer: Trainer, saver: Saver) -> None:
+        """Continue from the newest usable checkpoint; announce it where an earlier attempt did not come to that."""
+        torch.manual_seed(self._spec.seed)  # the first attempt's; a later one takes the checkpoint's states
+        self._rng = rng_tensors()
+        self._timer.restart()
+        found = find_resume_point(self._lease, self._home)
+        if found is None:
+            return
+        trainer.load_state(found.tensors, found.meta)
+        restore_rng(found.tensors)
+        self._rng = rng_tensors()
+        self._cursor = found.cursor
+        self._report.progress = found.progress
+        saver.newest = trainer.step
+        where = f"epoch {self._cursor.epoch}, {self._cursor.position} steps of it done"
+        message = f"resumed from the checkpoint of step {trainer.step}: {where}"
+        self._lease.update(progress=self._report.progress, message=message)
+        if found.checkpoint.metrics is not None and found.checkpoint.announced_at is None:
+            saver.announce(found.checkpoint, self._report.progress)
 
     # -- an epoch ------------------------------------------------------------------------------------------------
 
     def _run_epoch(
-        self, trainer: Trainer, data: TokenizedDataset, validation: TokenizedDataset | None, epoch: int
+        self, trainer: Trainer, saver: Saver, data: TokenizedDataset, validation: TokenizedDataset | None
     ) -> None:
-        loss = weight = 0.0
-        self._progress.epoch = epoch
-        self._phase("train")
-        for indices in self._plan(data.rows, epoch):
+        cursor = self._cursor
+        self._report.progress.epoch = cursor.epoch
+        self._report.phase("train")
+        plan = plan_epoch(self._spec, data.rows, cursor.epoch)
+        for indices in plan[cursor.position :]:
             rows = [data.rows[index] for index in indices]
             result = trainer.train_step(list(micro_batches(rows, self._spec.worker.micro_batch_tokens)))
-            self._record(result)
-            if not result.skipped:
-                loss, weight = loss + result.loss * result.weight, weight + result.weight
-        if weight == 0.0:
-            raise NothingTrained(f"epoch {epoch} made no optimizer step with a finite loss and gradient")
-        metric = PostTrainingMetric(epoch=epoch, train_loss=loss / weight)
+            self._finish_step(trainer, result)
+            if cursor.position < len(plan) and self._timer.due(trainer.step):
+                self._save_inside(trainer, saver)
+        if cursor.weight == 0.0:
+            raise NothingTrained(f"epoch {cursor.epoch} made no optimizer step with a finite loss and gradient")
+        metric = PostTrainingMetric(epoch=cursor.epoch, train_loss=cursor.loss / cursor.weight)
         if validation is not None:
             self._validate(trainer, validation, metric)
-        self._save(trainer, epoch, metric)
+        self._save_epoch(trainer, saver, metric)
 
-    def _record(self, result: StepResult) -> None:
-        progress = self._progress
-        progress.step = result.step
-        progress.lr = result.lr
-        progress.tokens_seen += result.tokens
-        if result.skipped:
-            self._count_skipped(result)
-        else:
-            self._skipped_in_a_row = 0
-            progress.loss = result.loss
-            progress.supervised_tokens_seen += result.supervised_tokens
-        self._estimate(result)
-        self._lease.update(progress=progress, message=_describe(result, progress), data=_numbers(result))
-        if self._skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+    def _finish_step(self, trainer: Trainer, result: StepResult) -> None:
+        self._cursor.advance(result)
+        self._rng = rng_tensors()  # a step that is interrupted may have drawn from the generators
+        self._report.step(result, self._cursor.epoch, trainer.model.device)
+        if self._cursor.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
             raise NonFiniteLoss(
                 f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a loss or gradient that is not finite, the last at step "
                 f"{result.step}; lower optimizer_config.lr or look at the data"
             )
 
-    def _count_skipped(self, result: StepResult) -> None:
-        self._progress.skipped_steps += 1
-        # A step without supervised tokens is no sign of divergence.
-        self._skipped_in_a_row += 1 if result.supervised_tokens else 0
-
-    def _estimate(self, result: StepResult) -> None:
-        """Speed over the newest steps, so that a slow first one does not colour the whole run."""
-        self._recent = [*self._recent, (result.seconds, result.tokens)][-SPEED_WINDOW_STEPS:]
-        seconds = sum(s for s, _ in self._recent)
-        self._progress.tokens_per_second = sum(t for _, t in self._recent) / seconds
-        if self._progress.total_steps is not None:
-            left = self._progress.total_steps - result.step
-            self._progress.seconds_left = left * seconds / len(self._recent)
-
     def _validate(self, trainer: Trainer, data: TokenizedDataset, metric: PostTrainingMetric) -> None:
-        self._phase("validation")
-        result = trainer.validate(micro_batches(self._validation_rows(data), self._spec.worker.micro_batch_tokens))
-        metric.validation_loss, metric.perplexity = _finite(result.loss), _finite(result.perplexity)
-        self._lease.update(message=_describe_validation(metric.epoch, result))
+        self._report.phase("validation")
+        rows = validation_rows(self._spec, data.rows)
+        result = trainer.validate(micro_batches(rows, self._spec.worker.micro_batch_tokens))
+        metric.validation_loss, metric.perplexity = finite(result.loss), finite(result.perplexity)
+        self._lease.update(message=describe_validation(metric.epoch, result))
 
-    def _validation_rows(self, data: TokenizedDataset) -> Sequence[TokenizedRow]:
-        """All rows, or those of the first `max_validation_steps` batches."""
-        config = self._spec.training_config
-        if config.max_validation_steps is None or config.data_config is None:
-            return data.rows
-        return data.rows[: config.max_validation_steps * config.data_config.batch_size]
+    # -- saving --------------------------------------------------------------------------------------------------
 
-    def _save(self, trainer: Trainer, epoch: int, metric: PostTrainingMetric) -> None:
-        self._phase("checkpoint")
-        if self._lease.should_stop():
-            raise Interrupted
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
-        save_checkpoint(self._lease, self._spec, self._home, trainer, epoch, metric, self._progress)
-        self._lease.update(resources={"peak_memory_bytes": peak})
+    def _save_epoch(self, trainer: Trainer, saver: Saver, metric: PostTrainingMetric) -> None:
+        self._report.phase("checkpoint")
+        snapshot = Snapshot(
+            trainer, metric.epoch, self._cursor.next_epoch(), self._report.progress, rng_tensors(), metric
+        )
+        saver.save_epoch(snapshot)
+        self._cursor, self._rng = snapshot.cursor, snapshot.rng
+        self._timer.restart()
+        self._lease.update(resources={"peak_memory_bytes": peak_bytes()})
 
-    def _phase(self, name: str) -> None:
-        if self._lease.should_stop():
-            raise Interrupted
-        self._progress.phase = name
-        self._lease.update(progress=self._progress)
+    def _save_inside(self, trainer: Trainer, saver: Saver) -> None:
+        self._report.phase("checkpoint")
+        began = time.monotonic()
+        saver.save_inside(self._snapshot(trainer))
+        seconds = time.monotonic() - began
+        self._timer.saved(seconds)
+        self._lease.update(message=f"saved step {trainer.step} in {seconds:.1f} s")
+        self._report.phase("train")
 
+    def _save_before_stop(self, trainer: Trainer, saver: Saver) -> None:
+        """Save the newest step before the job goes back to the queue. Without it the job goes on from an older one."""
+        if trainer.step == saver.newest:
+            return
+        try:
+            saver.save_inside(self._snapshot(trainer))
+        except (PostgradError, OSError) as error:
+            if self._lease.stop_reason == "lost":
+                raise
+            logger.warning("step %d could not be saved before the stop: %s", trainer.step, error)
 
-def _finite(value: float) -> float | None:
-    """JSON has no NaN; a validation set without a supervised token has no loss."""
-    return value if math.isfinite(value) else None
+    def _snapshot(self, trainer: Trainer) -> Snapshot:
+        return Snapshot(trainer, self._cursor.epoch, self._cursor, self._report.progress, self._rng)
 
-
-def _describe(result: StepResult, progress: JobProgress) -> str:
-    total = f"/{progress.total_steps}" if progress.total_steps else ""
-    if result.skipped:
-        why = "loss or gradient not finite" if result.supervised_tokens else "no supervised token"
-        return f"step {result.step}{total} skipped: {why}"
-    return (
-        f"step {result.step}{total} loss {result.loss:.4f} lr {result.lr:.3g} grad norm {result.grad_norm:.3g} "
-        f"{result.tokens / result.seconds:.0f} tokens/s"
-    )
-
-
-def _numbers(result: StepResult) -> dict[str, Any]:
-    return {
-        "step": result.step,
-        "loss": _finite(result.loss),
-        "lr": result.lr,
-        "grad_norm": _finite(result.grad_norm),
-        "tokens": result.tokens,
-        "supervised_tokens": result.supervised_tokens,
-        "seconds": result.seconds,
-        "skipped": result.skipped,
-    }
-
-
-def _describe_validation(epoch: int, result: ValidationResult) -> str:
-    return (
-        f"validation after epoch {epoch}: loss {result.loss:.4f} perplexity {result.perplexity:.3f} "
-        f"token accuracy {result.token_accuracy:.3f} over {result.supervised_tokens} tokens"
-    )
+    def _complete(self) -> None:
+        """End the job as completed and, in the same transaction, let `<model>-sft-<epoch>` resolve to it."""
+        release_room(self._lease, self._home)
+        discard_unannounced(self._lease, self._home)
+        catalog = ModelCatalog(self._lease.store.database, self._home)
+        job_uuid = self._lease.job_uuid
+        self._lease.finish(
+            JobStatus.completed, "all epochs done", also=lambda session: catalog.mark_job_completed(session, job_uuid)
+        )

@@ -1,0 +1,99 @@
+"""Where a job goes on: its place in the data, and the newest checkpoint that can be trusted."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from apis.errors import ModelInvalid
+from apis.post_training.models import JobProgress
+from post_training.checkpoints.layout import TRAINING_STATE, check_files
+from post_training.checkpoints.state import load_training_state
+from post_training.jobs.tables import CheckpointRow
+from post_training.training.trainer import StepResult
+from post_training.worker.keeping import discard
+from post_training.worker.lease import Lease
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Cursor:
+    """A job's place in its data, and the sums that belong to it.
+
+    Attributes:
+        epoch: the epoch to go on with; the number of epochs where all are done.
+        position: optimizer steps of that epoch that are done.
+        loss, weight: sums over those steps, for the epoch's mean loss.
+        skipped_in_a_row: the newest steps that had a loss or gradient that is not finite.
+    """
+
+    epoch: int = 0
+    position: int = 0
+    loss: float = 0.0
+    weight: float = 0.0
+    skipped_in_a_row: int = 0
+
+    def advance(self, result: StepResult) -> None:
+        """Count one step of the epoch."""
+        self.position += 1
+        if not result.skipped:
+            self.loss += result.loss * result.weight
+            self.weight += result.weight
+            self.skipped_in_a_row = 0
+        elif result.supervised_tokens:  # a step without supervised tokens is no sign of divergence
+            self.skipped_in_a_row += 1
+
+    def next_epoch(self) -> Cursor:
+        return Cursor(epoch=self.epoch + 1, skipped_in_a_row=self.skipped_in_a_row)
+
+
+@dataclass(frozen=True)
+class ResumePoint:
+    """A checkpoint to go on from: its row, and what its training state holds."""
+
+    checkpoint: CheckpointRow
+    tensors: dict[str, Tensor]
+    meta: dict[str, Any]
+
+    @property
+    def cursor(self) -> Cursor:
+        stored = self.meta.get("cursor")
+        # Checkpoints of Postgrad 0.1 were made after an epoch only and do not say more.
+        return Cursor(epoch=self.checkpoint.epoch + 1) if stored is None else Cursor(**stored)
+
+    @property
+    def progress(self) -> JobProgress:
+        return JobProgress.model_validate(self.meta["progress"])
+
+
+def state_meta(cursor: Cursor, progress: JobProgress) -> dict[str, Any]:
+    """What a training state holds beside the trainer's own values, as ResumePoint reads it."""
+    return {"cursor": asdict(cursor), "progress": progress.model_dump()}
+
+
+def find_resume_point(lease: Lease, home: Path) -> ResumePoint | None:
+    """The newest recorded checkpoint whose files are what was written; None where the job starts from the beginning.
+
+    A damaged one is passed over with a line in the log and, unless it is announced, removed. Raises LeaseLost.
+    """
+    for row in _newest_first(lease):
+        directory = home / row.path
+        try:
+            check_files(directory)
+            return ResumePoint(row, *load_training_state(directory / TRAINING_STATE))
+        except ModelInvalid as error:
+            logger.warning("the checkpoint of step %d cannot be used: %s", row.step, error.message)
+            lease.update(message=f"passed over a damaged checkpoint: {error.message}")
+        if row.announced_at is None:
+            discard(lease, home, [row.step])
+    return None
+
+
+def _newest_first(lease: Lease) -> Sequence[CheckpointRow]:
+    return lease.store.all_checkpoints(lease.job_uuid)[::-1]
