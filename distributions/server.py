@@ -127,7 +127,9 @@ def bind(host: str, port: int) -> socket.socket:
         StackError: the host is not an address of this machine.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
+    # Not by protocol 0, the default: asyncio turns Nagle's algorithm off only for sockets that say they are TCP, and
+    # with it each answer on a kept connection would wait 40 ms for an acknowledgement.
+    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((host, port))
@@ -155,6 +157,10 @@ class _Server(uvicorn.Server):
         await self._stack.start()
         await super().startup(sockets)
         self._on_ready()
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stack.end_streams()
+        await super().shutdown(sockets)
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:
