@@ -5,13 +5,17 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 SOURCES := apis post_training providers distributions tests examples
 
-.PHONY: quickstart test check fix clean
+.PHONY: quickstart test test-faults check fix clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python examples/quickstart/quickstart.py
 
 test: check
 	$(BIN)/python -m pytest
+
+# The long forms of the tests that kill, fill and cut: about half an hour.
+test-faults: $(VENV)/.test
+	POSTGRAD_LONG_FAULTS=1 $(BIN)/python -m pytest tests/faults
 
 check: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)

@@ -1,0 +1,123 @@
+"""Clocks that are set back while jobs run: times stay in order and no living worker is taken for dead."""
+
+from __future__ import annotations
+
+import ctypes.util
+import os
+import subprocess
+import threading
+import time
+from datetime import UTC, datetime, timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from apis.post_training.models import JobStatus
+from post_training.client import StackClient
+from post_training.jobs.database import Database
+from post_training.jobs.launchers.local import LocalLauncher
+from post_training.jobs.scheduler import Scheduler, SchedulerSettings
+from post_training.jobs.store import JobStore
+from tests.faults.conftest import Calm
+from tests.faults.harness import (
+    LONG,
+    assert_ended_once,
+    assert_equal_results,
+    make_home,
+    open_store,
+    register_rows,
+    request,
+    result,
+    until,
+    wait,
+)
+from tests.served_stack import served
+from tests.test_job_store import CPU
+
+pytestmark = pytest.mark.timeout(300)
+
+
+def times_are_in_order(home: Path, job_uuid: str) -> None:
+    store = open_store(home)
+    job = store.get(job_uuid)
+    series = [
+        [move.at for move in store.transitions(job_uuid)],
+        [at for at in (job.scheduled_at, job.started_at, job.completed_at) if at is not None],
+    ]
+    store.database.close()
+    for times in series:
+        assert times == sorted(times)
+
+
+def test_a_scheduler_whose_clock_jumps_about_keeps_a_living_worker_and_times_in_order(
+    tmp_path: Path, tiny: Path, calm: Calm
+):
+    home = make_home(tmp_path, tiny)
+    with served(home) as (url, process), StackClient(url) as client:
+        register_rows(client)
+        client.post_training.supervised_fine_tune(**request("timeless"))
+        process.terminate()
+        process.wait(30)
+    shift = [timedelta()]
+    database = Database(f"sqlite:///{home / 'postgrad.db'}")
+    store = JobStore(database, clock=lambda: datetime.now(UTC) + shift[0])
+    launcher = LocalLauncher(database.url, home)
+    folder = home / "jobs" / "timeless"
+    scheduler = Scheduler(store, launcher, lambda _: folder, lambda _: None, SchedulerSettings((CPU,)))
+    scheduler.serve("torchtune")
+    scheduler.start()
+    stop = threading.Event()
+
+    def set_the_clock() -> None:
+        for hours in (-5, 3, -100_000, 7, 0) * 1000:
+            shift[0] = timedelta(hours=hours)
+            if stop.wait(0.5):
+                return
+
+    setter = threading.Thread(target=set_the_clock)
+    setter.start()
+    try:
+        until(lambda: JobStatus(store.get("timeless").status).terminal, seconds=120)
+    finally:
+        stop.set()
+        setter.join()
+        scheduler.stop()
+        database.close()
+    assert assert_ended_once(home, "timeless") == 2  # one for the server that was stopped
+    assert_equal_results(result(home, "timeless"), calm.result)
+    times_are_in_order(home, "timeless")
+
+
+def _faketime_library() -> str | None:
+    for folder in (Path("/usr/lib"), Path("/usr/local/lib")):
+        found = next(folder.rglob("libfaketimeMT.so.1"), None) if folder.is_dir() else None
+        if found is not None:
+            return str(found)
+    return ctypes.util.find_library("faketimeMT")
+
+
+def test_a_whole_stack_whose_wall_clock_is_set_back_an_hour_completes_its_job(tmp_path: Path, tiny: Path, calm: Calm):
+    library = _faketime_library()
+    if not LONG or library is None:
+        pytest.skip("a long form: `make test-faults`, with libfaketime installed (Debian: faketime)")
+    home = make_home(tmp_path, tiny)
+    timestamp = tmp_path / "clock"
+    timestamp.write_text("+0")
+    faked: dict[str, Any] = {
+        "LD_PRELOAD": library,
+        "FAKETIME_TIMESTAMP_FILE": str(timestamp),
+        "FAKETIME_CACHE_DURATION": "1",
+        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+    }
+    with served(home, **faked) as (url, _), StackClient(url) as client:
+        register_rows(client)
+        client.post_training.supervised_fine_tune(**request("back"))
+        until(lambda: (p := client.post_training.status("back").progress) and p.step > 5, every=0.01)
+        timestamp.write_text("-1h")
+        assert wait(client, "back").status is JobStatus.completed
+        shown = subprocess.run(["date", "+%s"], env={**os.environ, **faked}, capture_output=True, text=True, check=True)
+        assert int(shown.stdout) < time.time() - 3000, "the clock was really set back"
+    assert assert_ended_once(home, "back") == 1
+    assert_equal_results(result(home, "back"), calm.result)
+    times_are_in_order(home, "back")
