@@ -9,10 +9,13 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apis.errors import DataInvalid, PostgradError, field_path
+from apis.errors import DataInvalid, MethodNotAllowed, NotFound, PostgradError, TooLarge, Unauthorized, field_path
+from post_training.checkpoints.layout import disk_full
+from post_training.jobs.database import store_error
 
 log = logging.getLogger(__name__)
 
@@ -20,7 +23,7 @@ RETRY_AFTER_SECONDS = 5
 _OPENAI_TAILS = ("/chat/completions", "/completions")
 _MAX_FAULTS = 20
 _MAX_NAME = 100
-_CODES = {404: "not_found", 405: "method_not_allowed", 413: "too_large", 401: "unauthorized"}
+_CODES = {kind.http_status: kind.code for kind in (Unauthorized, NotFound, MethodNotAllowed, TooLarge)}
 
 
 def add_exception_handlers(app: FastAPI) -> None:
@@ -38,7 +41,8 @@ def error_response(error: PostgradError, path: str, status: int | None = None) -
 
 
 class CatchAll:
-    """ASGI middleware: what nobody caught is logged with its traceback and answered with a bare 500."""
+    """ASGI middleware: a store or disk that fails is a 503; what else nobody caught is logged with its traceback and
+    answered with a bare 500."""
 
     def __init__(self, app: ASGIApp) -> None:
         self.app = app
@@ -57,9 +61,17 @@ class CatchAll:
             if scope["type"] != "http" or started:
                 raise
             if not isinstance(error, PostgradError):
-                log.error("%s %s failed", scope["method"], scope["path"], exc_info=error)
-                error = PostgradError("the server failed; its log says why")
+                error = _as_ours(error, f"{scope['method']} {scope['path']}")
             await error_response(error, scope["path"])(scope, receive, send)
+
+
+def _as_ours(error: Exception, request: str) -> PostgradError:
+    known = store_error(error) if isinstance(error, SQLAlchemyError) else disk_full(error, "what the request brought")
+    if known is None:
+        log.error("%s failed", request, exc_info=error)
+        return PostgradError("the server failed; its log says why")
+    log.error("%s could not be served: %s", request, known.message)
+    return known
 
 
 def _place(error: PostgradError) -> dict[str, Any]:

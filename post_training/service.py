@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from apis.common import check_identifier
 from apis.datasets.models import DATA_SOURCE
 from apis.errors import Conflict, DataInvalid, DatasetNotFound, InvalidField, ModelNotFound, NotSupported
 from apis.post_training.models import (
-    Checkpoint,
+    CheckpointFilesResponse,
     JobError,
+    JobEvent,
     JobProgress,
     JobStatus,
     JobSummary,
@@ -30,23 +32,25 @@ from apis.post_training.models import (
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
+    PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
-    PostTrainingMetric,
     PreferenceOptimizeRequest,
+    StoredFile,
     SupervisedFineTuneRequest,
 )
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.folders import imported_models
 from post_training.catalog.models import ModelCatalog, ResolvedModel, checkpoint_identifier
-from post_training.checkpoints.layout import checkpoints_root, clean_partial
 from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
+from post_training.event_stream import EventStreams
+from post_training.job_files import CheckpointFiles, delete_job
+from post_training.job_views import checkpoint_of, log_line, metric_of
 from post_training.jobs.database import Database, now
-from post_training.jobs.launchers.local import LocalLauncher
+from post_training.jobs.leases import max_attempts_of
 from post_training.jobs.scheduler import Scheduler
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
 from post_training.jobs.store import JobStore
-from post_training.jobs.tables import CheckpointRow
 
 CheckRequest = Callable[[SupervisedFineTuneRequest, ResolvedModel], LoraFinetuningConfig]
 """Refuses what a provider cannot do, by field name; returns the algorithm it will run."""
@@ -70,35 +74,31 @@ class ProviderProfile:
     default_model: str | None = None
     default_seed: int = 0
     model_roots: tuple[Path, ...] = ()
-    max_queued: int = 100
-    slots: int = 1
 
 
 class JobService:
     """Implements apis.post_training.PostTraining. Blocking work runs in threads: the event loop only waits."""
 
     def __init__(
-        self, database: Database, home: Path, models: ModelCatalog, datasets: DatasetCatalog, profile: ProviderProfile
+        self,
+        database: Database,
+        home: Path,
+        models: ModelCatalog,
+        datasets: DatasetCatalog,
+        profile: ProviderProfile,
+        scheduler: Scheduler,
     ) -> None:
         self._home = home
         self._models = models
         self._datasets = datasets
         self._profile = profile
         self._store = JobStore(database)
-        self._scheduler = Scheduler(
-            self._store,
-            LocalLauncher(database.url, home),
-            profile.provider_id,
-            lambda job_uuid: checkpoints_root(home, job_uuid).parent,
-            self._clean_partial,
-            slots=profile.slots,
-        )
+        self._scheduler = scheduler
+        self._streams = EventStreams(self._store)
+        self._files = CheckpointFiles(home, self._store)
 
     async def start(self) -> None:
-        self._scheduler.start()
-
-    async def shutdown(self) -> None:
-        await anyio.to_thread.run_sync(self._scheduler.stop)
+        self._scheduler.serve(self._profile.provider_id)
 
     async def supervised_fine_tune(self, request: SupervisedFineTuneRequest) -> PostTrainingJob:
         await anyio.to_thread.run_sync(self._submit, request)
@@ -111,7 +111,7 @@ class JobService:
         )
 
     async def list_jobs(self) -> ListPostTrainingJobsResponse:
-        jobs = await anyio.to_thread.run_sync(self._store.all)
+        jobs = await anyio.to_thread.run_sync(self._store.summaries)
         return ListPostTrainingJobsResponse(
             data=[
                 JobSummary(
@@ -129,15 +129,46 @@ class JobService:
         return PostTrainingJobArtifactsResponse(job_uuid=job_uuid, checkpoints=checkpoints)
 
     async def cancel_job(self, job_uuid: str) -> None:
-        await anyio.to_thread.run_sync(self._store.request_cancel, job_uuid)
+        await anyio.to_thread.run_sync(self._cancel, job_uuid)
         self._scheduler.wake()
 
-    async def get_job_logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
-        events = await anyio.to_thread.run_sync(self._store.events, job_uuid, after)
-        lines = [f"{event.at:%Y-%m-%d %H:%M:%S} {event.message}" for event in events]
+    async def delete_job(self, job_uuid: str) -> None:
+        forget = partial(self._models.remove_job, job_uuid=job_uuid)
+        await anyio.to_thread.run_sync(delete_job, self._home, self._store, job_uuid, forget)
+
+    async def get_job_logs(self, job_uuid: str, after: int = 0, tail: int | None = None) -> PostTrainingJobLogStream:
+        if tail is None:
+            events = await anyio.to_thread.run_sync(self._store.events, job_uuid, after)
+        else:
+            events = await anyio.to_thread.run_sync(self._store.last_events, job_uuid, tail)
+        lines = [log_line(event.at, event.message) for event in events]
         return PostTrainingJobLogStream(job_uuid=job_uuid, log_lines=lines, next=events[-1].id if events else after)
 
+    async def stream_job_events(self, job_uuid: str, after: int = 0) -> AsyncIterator[JobEvent]:
+        return await self._streams.follow(job_uuid, after)
+
+    def end_streams(self) -> None:
+        """End all streams of events, as the server is about to stop; their readers go on with the next server."""
+        self._streams.end()
+
+    async def get_job_metrics(
+        self, job_uuid: str, after_step: int = 0, limit: int = 1000
+    ) -> PostTrainingJobMetricsResponse:
+        rows = await anyio.to_thread.run_sync(self._store.metrics, job_uuid, after_step, limit)
+        data = [metric_of(row) for row in rows]
+        return PostTrainingJobMetricsResponse(job_uuid=job_uuid, data=data, next=data[-1].step if data else after_step)
+
+    async def list_checkpoint_files(self, job_uuid: str, step: int) -> CheckpointFilesResponse:
+        return await anyio.to_thread.run_sync(self._files.list, job_uuid, step)
+
+    async def find_checkpoint_file(self, job_uuid: str, step: int, name: str) -> StoredFile:
+        return await anyio.to_thread.run_sync(self._files.find, job_uuid, step, name)
+
     # -- in a thread ---------------------------------------------------------------------------------------------
+
+    def _cancel(self, job_uuid: str) -> None:
+        if self._store.request_cancel(job_uuid):
+            self._scheduler.clean(job_uuid)
 
     def _submit(self, request: SupervisedFineTuneRequest) -> None:
         body_hash = _hash(request)
@@ -145,7 +176,7 @@ class JobService:
         if self._store.find_submitted(request.job_uuid, body_hash):
             self._refuse_other_algorithm(request)
         else:
-            self._store.submit(self._spec(request), body_hash, max_queued=self._profile.max_queued)
+            self._store.submit(self._spec(request), body_hash, max_queued=self._scheduler.settings.max_queued)
 
     def _refuse_other_algorithm(self, request: SupervisedFineTuneRequest) -> None:
         """Raises Conflict where a replay names another adapter than the job trains.
@@ -262,7 +293,7 @@ class JobService:
 
     def _status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         job = self._store.get(job_uuid)
-        position = self._store.queue_position(job)
+        waiting = self._scheduler.waiting(job)
         return PostTrainingJobStatusResponse(
             job_uuid=job.job_uuid,
             status=JobStatus(job.status),
@@ -270,39 +301,21 @@ class JobService:
             started_at=job.started_at,
             completed_at=job.completed_at,
             resources_allocated=job.resources,
-            checkpoints=[_checkpoint(row) for row in self._store.checkpoints(job_uuid)],
+            checkpoints=[checkpoint_of(row) for row in self._store.checkpoints(job_uuid)],
             model=job.model,
             provider_id=job.provider_id,
             attempt=job.attempt,
-            queue_position=position,
-            waiting_reason=None if position is None else _waiting_reason(position),
+            max_attempts=max_attempts_of(job, self._scheduler.settings.max_attempts),
+            lost_attempts=job.lost_attempts,
+            queue_position=waiting.position,
+            waiting_reason=waiting.reason,
             progress=JobProgress.model_validate(job.progress) if job.progress else None,
             error=JobError.model_validate(job.error) if job.error else None,
             report=job.report,
         )
 
-    def _clean_partial(self, job_uuid: str) -> None:
-        clean_partial(checkpoints_root(self._home, job_uuid), self._store.announced_steps(job_uuid))
-
 
 def _hash(request: SupervisedFineTuneRequest) -> str:
-    body: dict[str, Any] = request.model_dump(mode="json")
+    # Without nulls, so that a field which a later version adds as optional does not make a replay another request.
+    body: dict[str, Any] = request.model_dump(mode="json", exclude_none=True)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
-
-
-def _checkpoint(row: CheckpointRow) -> Checkpoint:
-    return Checkpoint(
-        identifier=row.identifier,
-        created_at=row.created_at,
-        epoch=row.epoch,
-        step=row.step,
-        post_training_job_id=row.job_uuid,
-        path=row.path,
-        training_metrics=PostTrainingMetric.model_validate(row.metrics) if row.metrics else None,
-    )
-
-
-def _waiting_reason(position: int) -> str:
-    if position == 0:
-        return "next in the queue: starts as soon as the device is free"
-    return "1 job is ahead in the queue" if position == 1 else f"{position} jobs are ahead in the queue"

@@ -5,7 +5,10 @@ A job takes one step of its life each time its status is asked for, so that test
 
 from __future__ import annotations
 
+import asyncio
+import hashlib
 import socket
+import tempfile
 import threading
 import time
 from collections import deque
@@ -13,13 +16,14 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import uvicorn
 from fastapi import FastAPI
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import ASGIApp, Receive, Scope, Send
 
 import apis.datasets.routes
 import apis.inference.routes
@@ -28,8 +32,10 @@ import apis.models.routes
 import apis.post_training.routes
 from apis.datasets import Dataset, IterrowsResponse, ListDatasetsResponse, RegisterDatasetRequest, Row
 from apis.errors import (
+    CheckpointNotFound,
     Conflict,
     DatasetNotFound,
+    FileMissing,
     InvalidField,
     JobNotFound,
     ModelNotFound,
@@ -56,7 +62,11 @@ from apis.inspect import HealthInfo, ListProvidersResponse, ListRoutesResponse, 
 from apis.models import ListModelsResponse, Model, RegisterModelRequest
 from apis.post_training import (
     Checkpoint,
+    CheckpointFile,
+    CheckpointFilesResponse,
     JobError,
+    JobEvent,
+    JobEventKind,
     JobProgress,
     JobStatus,
     JobSummary,
@@ -64,9 +74,12 @@ from apis.post_training import (
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
+    PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PostTrainingMetric,
     PreferenceOptimizeRequest,
+    StepMetric,
+    StoredFile,
     SupervisedFineTuneRequest,
 )
 from distributions.errors import add_exception_handlers, error_response
@@ -74,6 +87,7 @@ from distributions.errors import add_exception_handlers, error_response
 BASE_MODEL = "lab/tiny-135M"
 DIVERGING_MODEL = "lab/diverging"
 STEPS = 4
+ADAPTER_FILE, ADAPTER_BYTES = "adapter/adapter_config.json", b'{"r": 16}'
 EPOCH = datetime(2026, 1, 1, tzinfo=UTC)
 
 
@@ -189,11 +203,23 @@ class Job:
             return JobStatus.scheduled
         return JobStatus.completed if self.ticks > STEPS + 3 else JobStatus.in_progress
 
+    def events(self) -> list[JobEvent]:
+        """What has happened so far: numbered from 1, at a fixed time."""
+        told: list[tuple[JobEventKind, str, int | None]] = [(JobEventKind.log, "job accepted", None)]
+        told += [(JobEventKind.step, f"step {step}", step) for step in range(1, self.step + 1)]
+        if self.status.terminal:
+            told.append((JobEventKind.status, f"{self.status}: it ended", None))
+        return [
+            JobEvent(id=number, at=EPOCH, kind=kind, message=message, step=step)
+            for number, (kind, message, step) in enumerate(told, 1)
+        ]
+
 
 @dataclass
 class PostTrainingService:
     datasets: DatasetStore
     models: ModelStore
+    folder: Path
     jobs: dict[str, Job] = field(default_factory=dict)
 
     async def supervised_fine_tune(self, request: SupervisedFineTuneRequest) -> PostTrainingJob:
@@ -286,9 +312,53 @@ class PostTrainingService:
         job = self._find(job_uuid)
         job.cancelled = job.cancelled or not job.status.terminal
 
-    async def get_job_logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
-        lines = ["job accepted", *(f"step {step + 1}" for step in range(self._find(job_uuid).step))]
-        return PostTrainingJobLogStream(job_uuid=job_uuid, log_lines=lines[after:], next=len(lines))
+    async def delete_job(self, job_uuid: str) -> None:
+        if not self._find(job_uuid).status.terminal:
+            raise Conflict(f"job {job_uuid!r} has not ended: cancel it first", param="job_uuid")
+        del self.jobs[job_uuid]
+
+    async def get_job_logs(self, job_uuid: str, after: int = 0, tail: int | None = None) -> PostTrainingJobLogStream:
+        lines = [event.message for event in self._find(job_uuid).events()]
+        first = after if tail is None else max(0, len(lines) - tail)
+        return PostTrainingJobLogStream(job_uuid=job_uuid, log_lines=lines[first:], next=len(lines))
+
+    async def stream_job_events(self, job_uuid: str, after: int = 0) -> AsyncIterator[JobEvent]:
+        return self._events(self._find(job_uuid), after)
+
+    async def _events(self, job: Job, after: int) -> AsyncIterator[JobEvent]:
+        while True:
+            events = job.events()
+            for event in events[after:]:
+                yield event
+            after = len(events)
+            if job.status.terminal:
+                yield JobEvent(id=after, at=EPOCH, kind=JobEventKind.end, message=job.status)
+                return
+            job.ticks += 1
+            await asyncio.sleep(0)
+
+    async def get_job_metrics(
+        self, job_uuid: str, after_step: int = 0, limit: int = 1000
+    ) -> PostTrainingJobMetricsResponse:
+        steps = range(after_step + 1, min(self._find(job_uuid).step, after_step + limit) + 1)
+        data = [StepMetric(step=step, at=EPOCH, epoch=0, loss=2.0 / step, lr=3e-4, grad_norm=0.5) for step in steps]
+        return PostTrainingJobMetricsResponse(job_uuid=job_uuid, data=data, next=steps[-1] if steps else after_step)
+
+    async def list_checkpoint_files(self, job_uuid: str, step: int) -> CheckpointFilesResponse:
+        if step not in [checkpoint.step for checkpoint in self._checkpoints(self._find(job_uuid))]:
+            raise CheckpointNotFound(f"job {job_uuid!r} has no finished checkpoint of step {step}", param="step")
+        digest = hashlib.sha256(ADAPTER_BYTES).hexdigest()
+        file = CheckpointFile(name=ADAPTER_FILE, size=len(ADAPTER_BYTES), sha256=digest)
+        return CheckpointFilesResponse(job_uuid=job_uuid, step=step, data=[file])
+
+    async def find_checkpoint_file(self, job_uuid: str, step: int, name: str) -> StoredFile:
+        files = (await self.list_checkpoint_files(job_uuid, step)).data
+        file = next((file for file in files if file.name == name), None)
+        if file is None:
+            raise FileMissing(f"checkpoint {step} of job {job_uuid!r} has no file {name!r}", param="name")
+        path = self.folder / "adapter_config.json"
+        path.write_bytes(ADAPTER_BYTES)
+        return StoredFile(path, file.size, file.sha256)
 
     def _find(self, job_uuid: str) -> Job:
         if job_uuid not in self.jobs:
@@ -381,8 +451,9 @@ class InMemoryStack:
         api_key: demanded from every caller where it is set.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, folder: Path) -> None:
         self.url = ""
+        self._folder = folder
         self.reset()
 
     def reset(self) -> None:
@@ -391,7 +462,7 @@ class InMemoryStack:
         self.faults: deque[Response] = deque()
         self.api_key: str | None = None
         self.datasets, self.models = DatasetStore(), ModelStore()
-        self.post_training = PostTrainingService(self.datasets, self.models)
+        self.post_training = PostTrainingService(self.datasets, self.models, self._folder)
         self._routes = self._mounted()
 
     def _mounted(self) -> FastAPI:
@@ -439,18 +510,27 @@ def fault(status: int, body: Any = None, **headers: str) -> JSONResponse:
 @contextmanager
 def running() -> Iterator[InMemoryStack]:
     """Serve a stack on a free port of 127.0.0.1 until the block ends."""
-    stack = InMemoryStack()
+    with tempfile.TemporaryDirectory() as folder:
+        stack = InMemoryStack(Path(folder))
+        with serving(stack) as stack.url:
+            yield stack
+
+
+@contextmanager
+def serving(app: ASGIApp) -> Iterator[str]:
+    """Serve any app on a free port of 127.0.0.1, in a thread; gives its URL."""
     listener = socket.socket()
     listener.bind(("127.0.0.1", 0))
-    stack.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-    server = uvicorn.Server(uvicorn.Config(stack, log_level="critical", lifespan="off", ws="none"))
+    server = uvicorn.Server(
+        uvicorn.Config(app, log_level="critical", lifespan="off", ws="none", timeout_graceful_shutdown=2)
+    )
     thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
     thread.start()
     try:
         while not server.started:
             assert thread.is_alive(), "the server did not start"
             time.sleep(0.01)
-        yield stack
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}"
     finally:
         server.should_exit = True
         thread.join()

@@ -205,12 +205,41 @@ def test_broken_json_is_a_400(http: httpx.Client):
     assert "JSON" in answer.json()["error"]["message"]
 
 
-@pytest.mark.parametrize("verb", ["status", "artifacts", "logs", "cancel"])
-def test_an_unknown_job_is_a_404_on_every_verb(http: httpx.Client, verb: str):
-    method = "POST" if verb == "cancel" else "GET"
-    answer = http.request(method, f"/v1alpha/post-training/jobs/nobody/{verb}")
+@pytest.mark.parametrize(
+    ("method", "verb"),
+    [
+        *(("GET", verb) for verb in ("/status", "/artifacts", "/logs", "/logs?tail=3", "/metrics", "/events")),
+        *(("GET", f"/checkpoints/1/files{name}") for name in ("", "/adapter/adapter_config.json")),
+        ("POST", "/cancel"),
+        ("DELETE", ""),
+    ],
+)
+def test_an_unknown_job_is_a_404_on_every_verb(http: httpx.Client, method: str, verb: str):
+    answer = http.request(method, f"/v1alpha/post-training/jobs/nobody{verb}")
     assert answer.status_code == 404
     assert answer.json()["error"]["code"] == "job_not_found"
+
+
+@pytest.mark.parametrize(
+    ("verb", "headers", "param"),
+    [
+        ("/logs?tail=0", {}, "tail"),
+        ("/logs?tail=10001", {}, "tail"),
+        ("/logs?tail=5&after=0", {}, "tail"),
+        ("/metrics?limit=0", {}, "limit"),
+        ("/metrics?after_step=-1", {}, "after_step"),
+        ("/events?after=x", {}, "after"),
+        *(("/events", {"Last-Event-ID": value}, "Last-Event-ID") for value in ("", "x", "-1", "1.5", "1_0", "9" * 19)),
+        ("/checkpoints/one/files", {}, "step"),
+        (f"/checkpoints/{'9' * 5000}/files", {}, "step"),
+    ],
+)
+def test_a_page_or_place_that_cannot_be_is_refused_by_name(
+    http: httpx.Client, verb: str, headers: dict[str, str], param: str
+):
+    answer = http.get(f"/v1alpha/post-training/jobs/any{verb}", headers=headers)
+    assert answer.status_code == 400, answer.text
+    assert param in answer.json()["error"]["param"]
 
 
 def test_preference_optimization_is_a_501_that_is_not_retried(http: httpx.Client):

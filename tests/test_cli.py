@@ -21,7 +21,6 @@ import pytest
 from typer.testing import CliRunner
 
 from apis.post_training.models import JobStatus
-from distributions.cli import post_training as post_training_commands
 from distributions.cli import progress
 from distributions.cli.main import app
 from tests.in_memory_stack import BASE_MODEL, DIVERGING_MODEL, STEPS, InMemoryStack, fault, running
@@ -51,7 +50,6 @@ def _environment(monkeypatch: pytest.MonkeyPatch, server: InMemoryStack) -> None
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("POSTGRAD_BASE_URL", server.url)
     monkeypatch.setattr(progress, "POLL_SECONDS", 0.001)
-    monkeypatch.setattr(post_training_commands, "LOG_POLL_SECONDS", 0.001)
 
 
 @pytest.fixture
@@ -231,7 +229,7 @@ def test_following_prints_plain_lines_and_the_checkpoints(stack: InMemoryStack, 
         "j1",
         "scheduled, 2 ahead",
         "load_model",
-        "train  step 1/4  epoch 0  loss 2.0000  1,234 tokens/s  0:03 left",
+        "train  step 1/4 (25%)  epoch 0  loss 2.0000  1,234 tokens/s  0:03 left",
         "completed in 1:15",
         f"checkpoint {BASE_MODEL}-sft-j1-0",
     ]
@@ -379,10 +377,12 @@ def test_artifacts_show_checkpoints_with_their_losses(stack: InMemoryStack, data
 def test_logs_are_printed_once_and_followed_to_the_end(stack: InMemoryStack, data: Path):
     submit(data)
     assert run("post_training", "logs", "j1") == "job accepted\n"
-    steps = [f"step {step}" for step in range(1, STEPS + 1)]
-    assert run("post_training", "logs", "j1", "--follow").splitlines() == ["job accepted", *steps]
+    lines = ["job accepted", *(f"step {step}" for step in range(1, STEPS + 1)), "completed: it ended"]
+    followed = [f"2026-01-01 00:00:00 {line}" for line in lines]
+    assert run("post_training", "logs", "j1", "--follow").splitlines() == followed
     streamed = [json.loads(line) for line in run("post_training", "logs", "j1", "--follow", "--json").splitlines()]
-    assert streamed[-1]["next"] == STEPS + 1
+    assert [(event["id"], event["message"]) for event in streamed] == list(enumerate(lines, 1))
+    assert run("post_training", "logs", "j1", "--tail", "2").splitlines() == lines[-2:]
 
 
 @pytest.mark.parametrize(
@@ -393,6 +393,7 @@ def test_logs_are_printed_once_and_followed_to_the_end(stack: InMemoryStack, dat
         (("post_training", "artifacts", "j1"), lambda answer: answer["job_uuid"]),
         (("post_training", "cancel", "j1"), lambda answer: answer["job_uuid"]),
         (("post_training", "logs", "j1"), lambda answer: answer["job_uuid"]),
+        (("post_training", "metrics", "j1"), lambda answer: answer["job_uuid"]),
     ],
 )
 def test_json_of_every_job_command_can_be_parsed(stack: InMemoryStack, data: Path, arguments: Any, told: Any):
@@ -407,8 +408,8 @@ def test_cancel_says_nothing_and_the_job_is_cancelled(stack: InMemoryStack, data
 
 
 def test_an_unknown_job_exits_1(stack: InMemoryStack):
-    for command in ("status", "artifacts", "cancel", "logs"):
-        assert error_of("post_training", command, "nope") == "Error: job 'nope' does not exist (field: job_uuid)\n"
+    for command in (("status",), ("artifacts",), ("cancel",), ("logs",), ("metrics",), ("delete", "--yes")):
+        assert error_of("post_training", *command, "nope") == "Error: job 'nope' does not exist (field: job_uuid)\n"
 
 
 # -- data sets and models --------------------------------------------------------------------------------------------

@@ -116,7 +116,7 @@ def test_logs_are_read_on_from_where_the_last_answer_ended(session: Session):
     assert (first.log_lines, first.next) == (["job accepted"], 1)
     session.do(lambda client: client.post_training.wait("j1", poll_seconds=0.001))
     rest = session.do(lambda client: client.post_training.logs("j1", after=first.next))
-    assert rest.log_lines == [f"step {n}" for n in range(1, STEPS + 1)]
+    assert rest.log_lines == [*(f"step {n}" for n in range(1, STEPS + 1)), "completed: it ended"]
 
 
 def test_a_cancelled_job_ends_the_wait(session: Session):
@@ -249,7 +249,7 @@ def test_the_stack_tells_about_itself(session: Session):
 # -- errors ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("verb", ["status", "artifacts", "cancel", "logs", "wait"])
+@pytest.mark.parametrize("verb", ["status", "artifacts", "cancel", "logs", "wait", "metrics", "delete"])
 def test_an_unknown_job_is_job_not_found_for_every_verb(session: Session, verb: str):
     with pytest.raises(errors.JobNotFound, match="'nope' does not exist") as caught:
         session.do(lambda client: getattr(client.post_training, verb)("nope"))

@@ -91,8 +91,13 @@ class Notebook:
     async def cancel_job(self, job_uuid: str) -> None:
         del self.jobs[self._job(job_uuid).job_uuid]
 
-    async def get_job_logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
+    async def get_job_logs(self, job_uuid: str, after: int = 0, tail: int | None = None) -> PostTrainingJobLogStream:
         return PostTrainingJobLogStream(job_uuid=self._job(job_uuid).job_uuid, log_lines=[])
+
+    async def _not_offered(self, *_: Any, **__: Any) -> Any:
+        raise NotSupported("a notebook does not have that")
+
+    delete_job = stream_job_events = get_job_metrics = list_checkpoint_files = find_checkpoint_file = _not_offered
 
 
 class Notes:

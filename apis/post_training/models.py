@@ -6,11 +6,13 @@ themselves: a request needs a data set and nothing else. Every field acts or the
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from datetime import datetime
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, field_validator
+from pydantic import Field, computed_field, field_validator
 
 from apis.common import Identifier, RequestModel, ResponseModel
 
@@ -93,6 +95,28 @@ class TrainingConfig(RequestModel):
     dtype: Literal["bf16", "fp32"] | None = "bf16"
     max_grad_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False, description="null: no clipping")
     seed: int | None = Field(default=None, ge=0, lt=2**63, description="null: the provider's `torch_seed`, else 0")
+    save_every_n_steps: int | None = Field(
+        default=None,
+        ge=1,
+        description="Optimizer steps between the checkpoints inside an epoch that a job resumes from; null: about "
+        "every 5 minutes",
+    )
+    save_total_limit: int | None = Field(
+        default=None,
+        ge=1,
+        description="How many checkpoints inside epochs are kept while the job runs; those after an epoch always are. "
+        "null: the newest",
+    )
+    max_attempts: int | None = Field(
+        default=None,
+        ge=1,
+        le=1000,
+        description="Attempts that may end without a result (a lost worker) before the job fails, counted since its "
+        "newest checkpoint; null: the stack's `jobs.max_attempts`",
+    )
+    device: Literal["cpu", "cuda"] | None = Field(
+        default=None, description="The kind of device to wait for; null: any that the provider can use"
+    )
 
     @field_validator("max_steps_per_epoch", "max_validation_steps", mode="before")
     @classmethod
@@ -223,6 +247,13 @@ class JobProgress(ResponseModel):
     skipped_steps: int = 0
     phase: str | None = Field(default=None, description="load_model, tokenize, train, validation, checkpoint or verify")
 
+    @computed_field(description="Of all optimizer steps, 0 to 100; null until their number is known")
+    @property
+    def percent(self) -> float | None:
+        if not self.total_steps:
+            return None
+        return round(min(100.0, 100.0 * self.step / self.total_steps), 1)
+
 
 class PostTrainingJob(ResponseModel):
     job_uuid: str
@@ -248,7 +279,11 @@ class PostTrainingJobStatusResponse(ResponseModel):
     checkpoints: list[Checkpoint] = []
     model: str | None = None
     provider_id: str | None = None
-    attempt: int = 0
+    attempt: int = Field(default=0, description="How many times a worker took the job up")
+    max_attempts: int | None = Field(
+        default=None, description="How many attempts may be lost since the newest checkpoint before the job fails"
+    )
+    lost_attempts: int = Field(default=0, description="Attempts that ended without a result since then")
     queue_position: int | None = Field(default=None, description="0: next; null: not waiting")
     waiting_reason: str | None = None
     progress: JobProgress | None = None
@@ -267,3 +302,70 @@ class PostTrainingJobLogStream(ResponseModel):
     job_uuid: str
     log_lines: list[str]
     next: int = Field(default=0, description="Pass as `after` to read on from here")
+
+
+class JobEventKind(StrEnum):
+    """What an event tells: a move between states, an optimizer step, a finished checkpoint, anything else; `end` is
+    the last thing a stream says about a job that has ended."""
+
+    status = "status"
+    step = "step"
+    checkpoint = "checkpoint"
+    log = "log"
+    end = "end"
+
+
+class JobEvent(ResponseModel):
+    """Something that happened to a job. Ids grow; `message` is the line of the log."""
+
+    id: int = Field(description="Pass as `after` or Last-Event-ID to read on from here; `end` repeats the one before")
+    at: datetime
+    kind: JobEventKind
+    message: str
+    step: int | None = None
+    data: dict[str, Any] | None = Field(default=None, description="status: status, attempt, reason; step: its metrics")
+
+
+class StepMetric(ResponseModel):
+    """The numbers of one optimizer step. `tokens` counts every token of a row, `supervised_tokens` the trained ones."""
+
+    step: int = Field(description="From 1, over the whole job")
+    at: datetime
+    epoch: int | None = None
+    loss: float | None = Field(default=None, description="null where it was not finite")
+    lr: float | None = None
+    grad_norm: float | None = Field(default=None, description="Before clipping; null where it was not finite")
+    tokens: int | None = None
+    supervised_tokens: int | None = None
+    seconds: float | None = None
+    tokens_per_second: float | None = None
+    memory_bytes: int | None = Field(default=None, description="Resident memory of the worker")
+    device_memory_bytes: int | None = Field(default=None, description="Peak of what the accelerator held")
+    skipped: bool = Field(default=False, description="The step changed nothing, since its numbers were not finite")
+
+
+class PostTrainingJobMetricsResponse(ResponseModel):
+    job_uuid: str
+    data: list[StepMetric]
+    next: int = Field(default=0, description="Pass as `after_step` to read on from here")
+
+
+class CheckpointFile(ResponseModel):
+    name: str = Field(description="Path inside the checkpoint, such as adapter/adapter_config.json")
+    size: int = Field(description="Bytes")
+    sha256: str = Field(description="Hexadecimal; the file's ETag is the same in double quotes")
+
+
+class CheckpointFilesResponse(ResponseModel):
+    job_uuid: str
+    step: int
+    data: list[CheckpointFile]
+
+
+@dataclass(frozen=True)
+class StoredFile:
+    """A checkpoint's file where it lies on the server; `sha256` in hexadecimal."""
+
+    path: Path
+    size: int
+    sha256: str

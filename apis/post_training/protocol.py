@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from typing import Protocol, runtime_checkable
 
 from apis.post_training.models import (
+    CheckpointFilesResponse,
+    JobEvent,
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
+    PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
+    StoredFile,
     SupervisedFineTuneRequest,
 )
 
@@ -51,6 +56,46 @@ class PostTraining(Protocol):
         """Stop a job; on a finished one nothing happens. Raises JobNotFound."""
         ...
 
-    async def get_job_logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
-        """Log lines with a number greater than `after`. Raises JobNotFound."""
+    async def delete_job(self, job_uuid: str) -> None:
+        """Forget a job that has ended: its row, events, checkpoints, their model ids and all files.
+
+        Raises:
+            JobNotFound: there is no such job.
+            Conflict: it has not ended, or an unfinished job goes on from one of its checkpoints.
+        """
+        ...
+
+    async def get_job_logs(self, job_uuid: str, after: int = 0, tail: int | None = None) -> PostTrainingJobLogStream:
+        """Log lines numbered above `after`; with `tail`, the newest that many instead. Raises JobNotFound."""
+        ...
+
+    async def stream_job_events(self, job_uuid: str, after: int = 0) -> AsyncIterator[JobEvent]:
+        """Every event with an id above `after`, in order, each once, then each new one as it comes.
+
+        Once the job has ended and all is told, one event of kind `end` follows and the iterator is over. It is over
+        without one where the job is deleted or the server stops. An async generator is closed when its reader goes.
+
+        Raises:
+            JobNotFound: before the first event.
+        """
+        ...
+
+    async def get_job_metrics(
+        self, job_uuid: str, after_step: int = 0, limit: int = 1000
+    ) -> PostTrainingJobMetricsResponse:
+        """Numbers of the steps above `after_step`, at most `limit`; the newest of each step. Raises JobNotFound."""
+        ...
+
+    async def list_checkpoint_files(self, job_uuid: str, step: int) -> CheckpointFilesResponse:
+        """The files of the finished checkpoint of `step`. Raises JobNotFound, CheckpointNotFound."""
+        ...
+
+    async def find_checkpoint_file(self, job_uuid: str, step: int, name: str) -> StoredFile:
+        """One of those files, by its exact name.
+
+        Raises:
+            JobNotFound, CheckpointNotFound.
+            FileMissing: the checkpoint has no such file.
+            ModelInvalid: it is damaged.
+        """
         ...

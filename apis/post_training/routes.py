@@ -2,25 +2,48 @@
 
 from __future__ import annotations
 
-from fastapi import APIRouter, Query, Response
+import base64
+from typing import Annotated
+
+from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi.responses import FileResponse, StreamingResponse
 
 from apis.common import MAX_INTEGER
+from apis.errors import InvalidField
+from apis.post_training.event_stream import JobEventStream, event_id
 from apis.post_training.models import (
+    CheckpointFilesResponse,
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
+    PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
+    StoredFile,
     SupervisedFineTuneRequest,
 )
 from apis.post_training.protocol import PostTraining
+
+MAX_PAGE = 10_000
+
+After = Annotated[int | None, Query(ge=0, le=MAX_INTEGER, description="Only what is numbered above this")]
+Tail = Annotated[int | None, Query(ge=1, le=MAX_PAGE, description="The newest so many lines; not with `after`")]
+Step = Annotated[int, Path(ge=0, le=MAX_INTEGER, description="The checkpoint's optimizer step")]
+LastEventId = Annotated[str | None, Header(description="Id of the last event seen; goes before `after`")]
 
 
 def create_router(impl: PostTraining) -> APIRouter:
     """Serve `impl` under `/post-training`; mount with the prefix of the API's version."""
     router = APIRouter(prefix="/post-training", tags=["post_training"])
+    _add_submits(router, impl)
+    _add_jobs(router, impl)
+    _add_telemetry(router, impl)
+    _add_files(router, impl)
+    return router
 
+
+def _add_submits(router: APIRouter, impl: PostTraining) -> None:
     @router.post("/supervised-fine-tune")
     async def supervised_fine_tune(request: SupervisedFineTuneRequest) -> PostTrainingJob:
         return await impl.supervised_fine_tune(request)
@@ -29,6 +52,8 @@ def create_router(impl: PostTraining) -> APIRouter:
     async def preference_optimize(request: PreferenceOptimizeRequest) -> PostTrainingJob:
         return await impl.preference_optimize(request)
 
+
+def _add_jobs(router: APIRouter, impl: PostTraining) -> None:
     @router.get("/jobs")
     async def list_jobs() -> ListPostTrainingJobsResponse:
         return await impl.list_jobs()
@@ -46,8 +71,63 @@ def create_router(impl: PostTraining) -> APIRouter:
     async def cancel_job(job_uuid: str) -> None:
         await impl.cancel_job(job_uuid)
 
-    @router.get("/jobs/{job_uuid:path}/logs")
-    async def get_job_logs(job_uuid: str, after: int = Query(0, ge=0, le=MAX_INTEGER)) -> PostTrainingJobLogStream:
-        return await impl.get_job_logs(job_uuid, after)
+    @router.delete("/jobs/{job_uuid:path}", status_code=204, response_class=Response)
+    async def delete_job(job_uuid: str) -> None:
+        await impl.delete_job(job_uuid)
 
-    return router
+
+def _add_telemetry(router: APIRouter, impl: PostTraining) -> None:
+    @router.get("/jobs/{job_uuid:path}/logs")
+    async def get_job_logs(job_uuid: str, after: After = None, tail: Tail = None) -> PostTrainingJobLogStream:
+        if after is not None and tail is not None:
+            raise InvalidField("tail and after exclude each other: send one of them", param="tail")
+        return await impl.get_job_logs(job_uuid, after or 0, tail)
+
+    @router.get("/jobs/{job_uuid:path}/metrics")
+    async def get_job_metrics(
+        job_uuid: str, after_step: After = None, limit: Annotated[int, Query(ge=1, le=MAX_PAGE)] = 1000
+    ) -> PostTrainingJobMetricsResponse:
+        return await impl.get_job_metrics(job_uuid, after_step or 0, limit)
+
+    @router.get(
+        "/jobs/{job_uuid:path}/events",
+        response_class=StreamingResponse,
+        responses={200: {"description": "Server-Sent Events", "content": {"text/event-stream": {}}}},
+    )
+    async def stream_job_events(
+        job_uuid: str, after: After = None, last_event_id: LastEventId = None
+    ) -> StreamingResponse:
+        start = (after or 0) if last_event_id is None else event_id(last_event_id)
+        return JobEventStream(await impl.stream_job_events(job_uuid, start))
+
+
+def _add_files(router: APIRouter, impl: PostTraining) -> None:
+    # After the verbs: `…/files/adapter/status` is the status of a job whose id looks like a file's address, for no file
+    # of a checkpoint is called as a verb. The id takes as much as it can, so the last `/checkpoints/…/files/` counts.
+    @router.get("/jobs/{job_uuid:path}/checkpoints/{step}/files")
+    async def list_checkpoint_files(job_uuid: str, step: Step) -> CheckpointFilesResponse:
+        return await impl.list_checkpoint_files(job_uuid, step)
+
+    @router.head("/jobs/{job_uuid:path}/checkpoints/{step}/files/{name:path}", include_in_schema=False)
+    @router.get(
+        "/jobs/{job_uuid:path}/checkpoints/{step}/files/{name:path}",
+        response_class=FileResponse,
+        responses={
+            200: {"description": "The file", "content": {"application/octet-stream": {}}},
+            206: {"description": "The ranges asked for"},
+        },
+    )
+    async def get_checkpoint_file(job_uuid: str, step: Step, name: str) -> FileResponse:
+        return _file(await impl.find_checkpoint_file(job_uuid, step, name))
+
+
+def _file(stored: StoredFile) -> FileResponse:
+    """The file with Range and If-Range; its hash as ETag and, for any reader, as Repr-Digest (RFC 9530)."""
+    digest = base64.b64encode(bytes.fromhex(stored.sha256)).decode()
+    headers = {
+        "etag": f'"{stored.sha256}"',
+        "repr-digest": f"sha-256=:{digest}:",
+        "cache-control": "no-cache",
+        "x-content-type-options": "nosniff",
+    }
+    return FileResponse(stored.path, headers=headers, filename=stored.path.name)

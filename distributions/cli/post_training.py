@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator
+import sys
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
@@ -12,10 +11,8 @@ from distributions.cli.groups import CommandGroup
 from distributions.cli.output import AsJson, connect, local_time, print_fields, print_json, print_table
 
 if TYPE_CHECKING:
-    from apis.post_training.models import PostTrainingJobLogStream, PostTrainingJobStatusResponse
+    from apis.post_training.models import PostTrainingJobStatusResponse
     from post_training.client import StackClient
-
-LOG_POLL_SECONDS = 1.0
 
 app = typer.Typer(cls=CommandGroup, no_args_is_help=True, rich_markup_mode=None)
 
@@ -244,12 +241,18 @@ def _status_fields(answer: PostTrainingJobStatusResponse) -> list[tuple[str, str
         ("model", answer.model),
         ("now", None if answer.status.terminal else summary(answer)),
         ("error", error and f"{error.message} [{error.code}]"),
-        ("attempt", str(answer.attempt) if answer.attempt > 1 else None),
+        ("attempt", _attempt(answer) if answer.attempt > 1 else None),
         ("scheduled", local_time(answer.scheduled_at)),
         ("started", local_time(answer.started_at)),
         ("completed", local_time(answer.completed_at)),
         *(("checkpoint", checkpoint.identifier) for checkpoint in answer.checkpoints),
     ]
+
+
+def _attempt(answer: PostTrainingJobStatusResponse) -> str:
+    limit = answer.max_attempts
+    lost = f" ({answer.lost_attempts} of {limit} lost)" if answer.lost_attempts and limit else ""
+    return f"{answer.attempt}{lost}"
 
 
 @app.command("artifacts")
@@ -291,48 +294,70 @@ def cancel(ctx: typer.Context, job: JobArgument = None, job_uuid: JobOption = No
         print_json(client.post_training.status(name))
 
 
+@app.command("delete")
+def delete(
+    ctx: typer.Context,
+    job: JobArgument = None,
+    job_uuid: JobOption = None,
+    yes: Annotated[bool, _option("--yes", "-y", help="Do not ask first.")] = False,
+) -> None:
+    """Delete a job that has ended: its log, its checkpoints, the models they are, all of its files.
+
+    \b
+    Example:
+      postgrad post_training delete 1234
+    """
+    client, name = connect(ctx), _one_job(job, job_uuid)
+    if not yes:
+        _confirm_deletion(client, name)
+    client.post_training.delete(name)
+
+
+def is_terminal() -> bool:
+    """Whether there is someone to ask."""
+    return sys.stdin.isatty()
+
+
+def _confirm_deletion(client: StackClient, job_uuid: str) -> None:
+    if not is_terminal():
+        raise typer.BadParameter("there is no terminal to ask on: give --yes to delete without being asked")
+    checkpoints = len(client.post_training.artifacts(job_uuid).checkpoints)
+    noun = "checkpoint" if checkpoints == 1 else "checkpoints"
+    typer.confirm(f"Delete job {job_uuid} with its {checkpoints} {noun} and all files?", abort=True, err=True)
+
+
 @app.command("logs")
 def logs(
     ctx: typer.Context,
     job: JobArgument = None,
     job_uuid: JobOption = None,
     follow: Annotated[bool, _option("--follow", "-f", help="Go on with new lines until the job ends.")] = False,
+    tail: Annotated[
+        int | None, _option("--tail", "-n", min=1, max=10_000, help="Begin with the newest so many lines.")
+    ] = None,
     as_json: AsJson = False,
 ) -> None:
-    """Print a job's log. With --json: one LogStream object, or one a line with --follow.
+    """Print a job's log. With --json: one LogStream object, or one event a line with --follow.
+
+    \b
+    Examples:
+      postgrad post_training logs 1234 --tail 20
+      postgrad post_training logs 1234 --follow
+    """
+    from distributions.cli.job_output import follow_log, print_log
+
+    show = follow_log if follow else print_log
+    show(connect(ctx), _one_job(job, job_uuid), tail, as_json=as_json)
+
+
+@app.command("metrics")
+def metrics(ctx: typer.Context, job: JobArgument = None, job_uuid: JobOption = None, as_json: AsJson = False) -> None:
+    """Print the numbers of every optimizer step: loss, learning rate, gradient norm, speed, memory.
 
     \b
     Example:
-      postgrad post_training logs 1234 --follow
+      postgrad post_training metrics 1234 --json
     """
-    client, name = connect(ctx), _one_job(job, job_uuid)
-    pages = _log_pages(client, name, follow)
-    if as_json and not follow:
-        print_json(_joined(pages))
-        return
-    for page in pages:
-        if as_json:
-            print(page.model_dump_json(), flush=True)
-        elif page.log_lines:
-            print("\n".join(page.log_lines), flush=True)
+    from distributions.cli.job_output import print_metrics
 
-
-def _log_pages(client: StackClient, job_uuid: str, follow: bool) -> Iterator[PostTrainingJobLogStream]:
-    """Answers until one has no lines and, with `follow`, the job had ended before it was asked for."""
-    after = 0
-    while True:
-        # The status is read before the lines, so that an ended job's last lines are not missed.
-        ended = not follow or client.post_training.status(job_uuid).status.terminal
-        answer = client.post_training.logs(job_uuid, after)
-        yield answer
-        after = max(after, answer.next)
-        if not answer.log_lines:
-            if ended:
-                return
-            time.sleep(LOG_POLL_SECONDS)
-
-
-def _joined(pages: Iterable[PostTrainingJobLogStream]) -> PostTrainingJobLogStream:
-    held = list(pages)
-    lines = [line for page in held for line in page.log_lines]
-    return held[-1].model_copy(update={"log_lines": lines})
+    print_metrics(connect(ctx), _one_job(job, job_uuid), as_json=as_json)

@@ -141,6 +141,7 @@ def summary(status: PostTrainingJobStatusResponse) -> str:
     step = ""
     if progress is not None and progress.step and status.status == "in_progress":
         step = f"step {progress.step}" + (f"/{progress.total_steps}" if progress.total_steps else "")
+        step += f" ({progress.percent:.0f}%)" if progress.percent is not None else ""
     return "  ".join(part for part in (phase(status), step, numbers(status)) if part)
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import os
 from collections.abc import AsyncIterator, Callable
+from pathlib import Path
 from typing import Any
 
 from apis.datasets.models import Dataset, DatasetPurpose, DataSource, IterrowsResponse
@@ -12,15 +14,20 @@ from apis.inference.models import ChatCompletion, ChatCompletionChunk, Completio
 from apis.inspect.models import HealthInfo, ProviderInfo, VersionInfo
 from apis.models.models import Model
 from apis.post_training.models import (
+    CheckpointFile,
+    JobEvent,
     JobSummary,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
+    PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
 )
 from post_training.client import calls
+from post_training.client.downloads import Form, OnProgress, download_in_thread
+from post_training.client.following import Following
 from post_training.client.transport import AsyncTransport
 from post_training.client.waiting import Wait, job_failure
 
@@ -57,8 +64,45 @@ class PostTrainingResource(_Resource):
     async def cancel(self, job_uuid: str) -> None:
         await self._transport.send(calls.cancel_job(job_uuid))
 
-    async def logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
-        return await self._transport.send(calls.job_logs(job_uuid, after))
+    async def delete(self, job_uuid: str) -> None:
+        await self._transport.send(calls.delete_job(job_uuid))
+
+    async def logs(
+        self, job_uuid: str, after: int | None = None, *, tail: int | None = None
+    ) -> PostTrainingJobLogStream:
+        return await self._transport.send(calls.job_logs(job_uuid, after, tail))
+
+    async def metrics(self, job_uuid: str, after_step: int = 0, *, limit: int = 1000) -> PostTrainingJobMetricsResponse:
+        return await self._transport.send(calls.job_metrics(job_uuid, after_step, limit))
+
+    async def events(self, job_uuid: str, after: int = 0) -> AsyncIterator[JobEvent]:
+        following = Following(job_uuid, after)
+        while not following.ended:
+            try:
+                async with self._transport.opened(following.call()) as response:
+                    following.connected()
+                    async for chunk in response.aiter_raw():
+                        for event in following.feed(chunk):
+                            yield event
+                        if following.ended:
+                            return
+                pause = following.pause()
+            except Unavailable as error:
+                pause = following.pause(error)
+            await asyncio.sleep(pause)
+
+    async def checkpoint_files(self, job_uuid: str, step: int) -> list[CheckpointFile]:
+        return await self._transport.send(calls.checkpoint_files(job_uuid, step))
+
+    async def download_checkpoint(
+        self,
+        job_uuid: str,
+        step: int,
+        to: str | os.PathLike[str],
+        form: Form = "adapter",
+        on_progress: OnProgress | None = None,
+    ) -> Path:
+        return await download_in_thread(self._transport.settings, job_uuid, step, to, form, on_progress)
 
     async def wait(
         self,

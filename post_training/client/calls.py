@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from urllib.parse import quote
 from uuid import uuid4
 
 from pydantic import BaseModel, ValidationError
@@ -21,11 +22,14 @@ from apis.inference.models import ChatCompletion, ChatCompletionChunk, Completio
 from apis.inspect.models import HealthInfo, ListProvidersResponse, ProviderInfo, VersionInfo
 from apis.models.models import ListModelsResponse, Model, RegisterModelRequest
 from apis.post_training.models import (
+    CheckpointFile,
+    CheckpointFilesResponse,
     JobSummary,
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
+    PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
@@ -35,6 +39,8 @@ from post_training.client.errors import invalid_request
 
 Rows = list[Row]
 _JOBS = "/v1alpha/post-training/jobs"
+# The server says something every 15 s at least.
+EVENTS_PATIENCE_SECONDS = 45.0
 
 
 def build_request(model: type[ModelT], request: ModelT | None, fields: dict[str, Any]) -> ModelT:
@@ -88,8 +94,37 @@ def cancel_job(job_uuid: str) -> Call[None]:
     return Call("POST", _job(job_uuid, "cancel"), parse_nothing)
 
 
-def job_logs(job_uuid: str, after: int) -> Call[PostTrainingJobLogStream]:
-    return Call("GET", _job(job_uuid, "logs"), parse_as(PostTrainingJobLogStream), params={"after": after})
+def delete_job(job_uuid: str) -> Call[None]:
+    return Call("DELETE", f"{_JOBS}/{path_id(job_uuid, param='job_uuid')}", parse_nothing)
+
+
+def job_logs(job_uuid: str, after: int | None, tail: int | None) -> Call[PostTrainingJobLogStream]:
+    params = {"after": after, "tail": tail}
+    return Call("GET", _job(job_uuid, "logs"), parse_as(PostTrainingJobLogStream), params=params)
+
+
+def job_metrics(job_uuid: str, after_step: int, limit: int) -> Call[PostTrainingJobMetricsResponse]:
+    params = {"after_step": after_step, "limit": limit}
+    return Call("GET", _job(job_uuid, "metrics"), parse_as(PostTrainingJobMetricsResponse), params=params)
+
+
+def job_events(job_uuid: str, after: int) -> Call[None]:
+    headers = {"Accept": "text/event-stream", "Accept-Encoding": "identity", "Last-Event-ID": str(after)}
+    return Call("GET", _job(job_uuid, "events"), parse_nothing, headers=headers, patience=EVENTS_PATIENCE_SECONDS)
+
+
+def checkpoint_files(job_uuid: str, step: int) -> Call[list[CheckpointFile]]:
+    parse = parse_as(CheckpointFilesResponse)
+    return Call("GET", _job(job_uuid, f"checkpoints/{step}/files"), lambda body: parse(body).data)
+
+
+def checkpoint_file(job_uuid: str, step: int, file: CheckpointFile, offset: int) -> Call[None]:
+    """The bytes of `file` from `offset` on; all of them where the server has others by now."""
+    headers = {"Accept": "*/*", "Accept-Encoding": "identity"}
+    if offset:
+        headers |= {"Range": f"bytes={offset}-", "If-Range": f'"{file.sha256}"'}
+    path = _job(job_uuid, f"checkpoints/{step}/files/{quote(file.name)}")
+    return Call("GET", path, parse_nothing, headers=headers)
 
 
 def register_dataset(

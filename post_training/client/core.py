@@ -45,6 +45,7 @@ class Call(Generic[T]):
     Attributes:
         parse: turns the JSON of a success (None for an empty body) into the result.
         idempotent: whether sending it twice does what sending it once does, so that a lost answer may be retried.
+        patience: seconds to wait for more of the answer, where that is longer than the client's timeout.
     """
 
     method: str
@@ -52,7 +53,9 @@ class Call(Generic[T]):
     parse: Callable[[Any], T]
     params: Mapping[str, Any] = field(default_factory=dict)
     body: Any = None
+    headers: Mapping[str, str] = field(default_factory=dict)
     idempotent: bool = True
+    patience: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 from apis.datasets.models import Dataset, DatasetPurpose, DataSource, IterrowsResponse
@@ -12,15 +14,20 @@ from apis.inference.models import ChatCompletion, ChatCompletionChunk, Completio
 from apis.inspect.models import HealthInfo, ProviderInfo, VersionInfo
 from apis.models.models import Model
 from apis.post_training.models import (
+    CheckpointFile,
+    JobEvent,
     JobSummary,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
+    PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
     SupervisedFineTuneRequest,
 )
 from post_training.client import calls
+from post_training.client.downloads import CheckpointDownload, Form, OnProgress
+from post_training.client.following import Following
 from post_training.client.transport import SyncTransport
 from post_training.client.waiting import Wait, job_failure
 
@@ -70,9 +77,73 @@ class PostTrainingResource(_Resource):
         """Stop a job; on one that has ended nothing happens."""
         self._transport.send(calls.cancel_job(job_uuid))
 
-    def logs(self, job_uuid: str, after: int = 0) -> PostTrainingJobLogStream:
-        """Log lines numbered above `after`; pass the answer's `next` to read on."""
-        return self._transport.send(calls.job_logs(job_uuid, after))
+    def delete(self, job_uuid: str) -> None:
+        """Forget a job that has ended, with its checkpoints, their model ids and files.
+
+        Raises:
+            Conflict: it has not ended, or an unfinished job goes on from one of its checkpoints.
+        """
+        self._transport.send(calls.delete_job(job_uuid))
+
+    def logs(self, job_uuid: str, after: int | None = None, *, tail: int | None = None) -> PostTrainingJobLogStream:
+        """Log lines numbered above `after` (from the first on), or the newest `tail` of them.
+
+        Pass the answer's `next` to read on.
+        """
+        return self._transport.send(calls.job_logs(job_uuid, after, tail))
+
+    def metrics(self, job_uuid: str, after_step: int = 0, *, limit: int = 1000) -> PostTrainingJobMetricsResponse:
+        """Numbers of the optimizer steps above `after_step`; pass the answer's `next` to read on."""
+        return self._transport.send(calls.job_metrics(job_uuid, after_step, limit))
+
+    def events(self, job_uuid: str, after: int = 0) -> Iterator[JobEvent]:
+        """Every event with an id above `after`, each once and in order, as they come, until the job has ended.
+
+        A cut connection is made again, and outages of the server of up to a minute are waited out.
+
+        Raises:
+            Unavailable: the server was not there, or stayed away.
+        """
+        following = Following(job_uuid, after)
+        while not following.ended:
+            try:
+                with self._transport.opened(following.call()) as response:
+                    following.connected()
+                    for chunk in response.iter_raw():
+                        yield from following.feed(chunk)
+                        if following.ended:
+                            return
+                pause = following.pause()
+            except Unavailable as error:
+                pause = following.pause(error)
+            time.sleep(pause)
+
+    def checkpoint_files(self, job_uuid: str, step: int) -> list[CheckpointFile]:
+        """The files of the checkpoint of `step`, with sizes and hashes. Raises CheckpointNotFound."""
+        return self._transport.send(calls.checkpoint_files(job_uuid, step))
+
+    def download_checkpoint(
+        self,
+        job_uuid: str,
+        step: int,
+        to: str | os.PathLike[str],
+        form: Form = "adapter",
+        on_progress: OnProgress | None = None,
+    ) -> Path:
+        """Bring a checkpoint here and return its folder; a download that was cut goes on where it was.
+
+        Args:
+            to: a folder that is not there yet, or is empty. It appears when everything in it is right.
+            form: `adapter` (PEFT), `merged` (a whole model), or `all` (both and the training state, in folders).
+            on_progress: called with the bytes that are here and the bytes there will be.
+
+        Raises:
+            InvalidField: `to` cannot be used.
+            CheckpointNotFound: there is no finished checkpoint of that step.
+            FileMissing: the checkpoint does not hold that form.
+            ModelInvalid: a file differs from its hash.
+        """
+        return CheckpointDownload(self._transport, job_uuid, step, to, form, on_progress).run()
 
     def wait(
         self,

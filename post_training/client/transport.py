@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, TypeVar, cast
 
 import httpx
@@ -23,6 +24,9 @@ class _Transport:
     def _arguments(self, call: Call[Any]) -> dict[str, Any]:
         params = {key: value for key, value in call.params.items() if value is not None}
         arguments: dict[str, Any] = {"method": call.method, "url": self.settings.base_url + call.path, "params": params}
+        arguments["headers"] = call.headers
+        if call.patience > self.settings.timeout:
+            arguments["timeout"] = httpx.Timeout(self.settings.timeout, read=call.patience)
         if call.body is not None:
             arguments["json"] = call.body
         return arguments
@@ -49,16 +53,22 @@ class SyncTransport(_Transport):
 
     def stream(self, call: Call[T]) -> Iterator[T]:
         """Yield each event of a server-sent stream. Retries only before the stream begins. Raises PostgradError."""
-        response = self._answer(call, stream=True)
-        try:
-            if response.is_error:
-                response.read()
-                read(call, response)
+        with self.opened(call) as response:
             for line in response.iter_lines():
                 if (event := read_event(call, line)) is END_OF_STREAM:
                     return
                 if event is not None:
                     yield cast(T, event)
+
+    @contextmanager
+    def opened(self, call: Call[Any]) -> Iterator[httpx.Response]:
+        """A success whose body the block reads. Raises PostgradError; Unavailable also where the body is cut short."""
+        response = self._answer(call, stream=True)
+        try:
+            if response.is_error:
+                response.read()
+                read(call, response)
+            yield response
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         finally:
@@ -100,16 +110,22 @@ class AsyncTransport(_Transport):
 
     async def stream(self, call: Call[T]) -> AsyncIterator[T]:
         """As `SyncTransport.stream`."""
-        response = await self._answer(call, stream=True)
-        try:
-            if response.is_error:
-                await response.aread()
-                read(call, response)
+        async with self.opened(call) as response:
             async for line in response.aiter_lines():
                 if (event := read_event(call, line)) is END_OF_STREAM:
                     return
                 if event is not None:
                     yield cast(T, event)
+
+    @asynccontextmanager
+    async def opened(self, call: Call[Any]) -> AsyncIterator[httpx.Response]:
+        """As `SyncTransport.opened`."""
+        response = await self._answer(call, stream=True)
+        try:
+            if response.is_error:
+                await response.aread()
+                read(call, response)
+            yield response
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
         finally:

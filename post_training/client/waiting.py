@@ -13,6 +13,26 @@ OUTAGE_SECONDS = 60.0
 
 
 @dataclass
+class Outage:
+    """How long a server has been away. A job outlives its server, so a short outage ends nothing."""
+
+    seen: bool = False
+    since: float | None = None
+
+    def over(self) -> None:
+        """The server answered."""
+        self.seen, self.since = True, None
+
+    def went_on(self, error: Unavailable) -> None:
+        """The server did not. Raises `error` where it was never there or has been away for `OUTAGE_SECONDS`."""
+        now = time.monotonic()
+        if self.since is None:
+            self.since = now
+        if not self.seen or now - self.since >= OUTAGE_SECONDS:
+            raise error
+
+
+@dataclass
 class Wait:
     """One wait for one job.
 
@@ -25,24 +45,16 @@ class Wait:
     poll_seconds: float
     timeout: float | None
     began: float = field(default_factory=time.monotonic)
-    seen: bool = False
-    unreachable_since: float | None = None
+    outage: Outage = field(default_factory=Outage)
 
     def after_status(self, status: PostTrainingJobStatusResponse) -> float | None:
         """Seconds until the next look; None where the job has ended. Raises Unavailable after `timeout`."""
-        self.seen, self.unreachable_since = True, None
+        self.outage.over()
         return None if status.status.terminal else self._pause()
 
     def after_outage(self, error: Unavailable) -> float:
-        """Seconds until the next try. A job outlives its server, so a short outage ends no wait.
-
-        Raises `error` where the server was never there or has been away for `OUTAGE_SECONDS`.
-        """
-        now = time.monotonic()
-        if self.unreachable_since is None:
-            self.unreachable_since = now
-        if not self.seen or now - self.unreachable_since >= OUTAGE_SECONDS:
-            raise error
+        """Seconds until the next try. Raises `error` where the outage is no short one."""
+        self.outage.went_on(error)
         return self._pause()
 
     def _pause(self) -> float:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 OptimizerName = Literal["adam", "adamw", "sgd"]
+ScheduleName = Literal["cosine", "linear", "constant"]
 
 
 @dataclass(frozen=True)
@@ -18,7 +19,10 @@ class OptimSettings:
 
     Attributes:
         lr: the peak learning rate.
-        warmup_steps: the rate climbs linearly over these steps, then falls along a cosine to 0 at `total_steps`.
+        betas, eps: of adam and adamw; None: PyTorch's defaults.
+        momentum: of sgd; None: none.
+        warmup_steps: the rate climbs linearly over these steps, then follows `schedule` until `total_steps`.
+        schedule: `cosine` (half a period) and `linear` fall to `min_lr_ratio` of `lr`, `constant` stays at `lr`.
         max_grad_norm: gradients are scaled down to this total L2 norm; None leaves them.
     """
 
@@ -28,6 +32,11 @@ class OptimSettings:
     weight_decay: float = 0.0
     warmup_steps: int = 0
     max_grad_norm: float | None = 1.0
+    schedule: ScheduleName = "cosine"
+    min_lr_ratio: float = 0.0
+    betas: tuple[float, float] | None = None
+    eps: float | None = None
+    momentum: float | None = None
 
 
 def learning_rate(settings: OptimSettings, step: int) -> float:
@@ -39,7 +48,15 @@ def learning_rate(settings: OptimSettings, step: int) -> float:
     if step < settings.warmup_steps:
         return settings.lr * (step + 1) / settings.warmup_steps
     progress = (step - settings.warmup_steps) / max(1, settings.total_steps - settings.warmup_steps)
-    return settings.lr * 0.5 * (1.0 + math.cos(math.pi * min(1.0, progress)))
+    share = _share_of_peak(settings.schedule, min(1.0, progress))
+    return settings.lr * (settings.min_lr_ratio + (1.0 - settings.min_lr_ratio) * share)
+
+
+def _share_of_peak(schedule: ScheduleName, progress: float) -> float:
+    """From 1 at progress 0 to 0 at progress 1, but for `constant`."""
+    if schedule == "constant":
+        return 1.0
+    return 1.0 - progress if schedule == "linear" else 0.5 * (1.0 + math.cos(math.pi * progress))
 
 
 class Masters:
@@ -92,14 +109,17 @@ class Masters:
 
 
 def create_optimizer(settings: OptimSettings, masters: Masters) -> torch.optim.Optimizer:
-    """adam has weight decay in its gradient (L2), adamw decoupled, sgd is plain without momentum."""
+    """adam and sgd have weight decay in their gradient (L2), adamw decoupled (https://arxiv.org/abs/1711.05101)."""
     parameters = list(masters.tensors.values())
     options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
     if settings.optimizer == "sgd":
-        return torch.optim.SGD(parameters, **options)
-    if settings.optimizer == "adam":
-        return torch.optim.Adam(parameters, **options)
-    return torch.optim.AdamW(parameters, **options)
+        return torch.optim.SGD(parameters, **options, momentum=settings.momentum or 0.0)
+    if settings.betas is not None:
+        options["betas"] = settings.betas
+    if settings.eps is not None:
+        options["eps"] = settings.eps
+    kind = torch.optim.Adam if settings.optimizer == "adam" else torch.optim.AdamW
+    return kind(parameters, **options)
 
 
 def clip_gradients(masters: Masters, max_norm: float | None) -> float:

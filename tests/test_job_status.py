@@ -1,0 +1,83 @@
+"""What the status of a job says of its progress, its attempts and its place in the queue; what a replay is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from apis.post_training.models import JobProgress, SupervisedFineTuneRequest
+from post_training.service import _hash
+from tests.job_server import JOBS, JobServer, job_server
+
+
+@pytest.fixture
+def server(tmp_path: Path) -> Iterator[JobServer]:
+    with job_server(tmp_path / "home") as made:
+        yield made
+
+
+def status(server: JobServer, job_uuid: str) -> dict[str, Any]:
+    return httpx.get(f"{server.url}{JOBS}/{job_uuid}/status").json()
+
+
+@pytest.mark.parametrize(
+    ("step", "total", "percent"),
+    [(0, 8, 0.0), (1, 3, 33.3), (8, 8, 100.0), (9, 8, 100.0), (5, None, None), (0, 0, None)],
+)
+def test_percent_is_of_all_steps_once_their_number_is_known(step: int, total: int | None, percent: float | None):
+    progress = JobProgress(step=step, total_steps=total)
+    assert progress.percent == percent
+    # As it is stored and read again, and as it is answered.
+    assert JobProgress.model_validate(progress.model_dump(mode="json")) == progress
+    assert progress.model_dump()["percent"] == percent
+
+
+def test_progress_and_attempts_are_told(server: JobServer):
+    owner = server.claim("j")
+    server.leases.update("j", owner, progress=JobProgress(step=3, total_steps=12, tokens_seen=99, seconds_left=4.5))
+    told = status(server, "j")
+    progress = {key: told["progress"][key] for key in ("step", "total_steps", "percent", "tokens_seen", "seconds_left")}
+    assert progress == {"step": 3, "total_steps": 12, "percent": 25.0, "tokens_seen": 99, "seconds_left": 4.5}
+    assert (told["attempt"], told["max_attempts"], told["lost_attempts"]) == (1, 3, 0)
+    server.leases.lost("j", owner, "its worker ended by SIGKILL", 3)
+    told = status(server, "j")
+    assert (told["status"], told["attempt"], told["lost_attempts"]) == ("scheduled", 1, 1)
+    assert told["queue_position"] == 0
+    assert "SIGKILL" in told["waiting_reason"]
+
+
+def test_a_jobs_own_limit_of_attempts_goes_before_the_stacks(server: JobServer):
+    server.submit("j", max_attempts=25)
+    assert status(server, "j")["max_attempts"] == 25
+
+
+def test_a_waiting_job_says_its_place(server: JobServer):
+    server.submit("first")
+    server.submit("second")
+    assert (status(server, "second")["queue_position"], status(server, "second")["waiting_reason"]) == (
+        1,
+        "1 job is ahead in the queue",
+    )
+    server.scheduler.provider_ids.clear()
+    assert "no provider" in status(server, "first")["waiting_reason"]
+
+
+class LaterRequest(SupervisedFineTuneRequest):
+    """As a later version may have it."""
+
+    reward_model: str | None = None
+
+
+def test_a_replay_is_the_same_for_a_version_that_knows_more_fields():
+    body = {"job_uuid": "j", "model": "m", "training_config": {"data_config": {"dataset_id": "d"}}}
+    request = SupervisedFineTuneRequest.model_validate(body)
+    assert _hash(LaterRequest.model_validate(body)) == _hash(request)
+    assert _hash(SupervisedFineTuneRequest.model_validate({**body, "checkpoint_dir": None})) == _hash(request)
+    assert _hash(LaterRequest.model_validate({**body, "reward_model": "r"})) != _hash(request)
+    for other in ({"max_grad_norm": None}, {"dtype": None}, {"n_epochs": 4}, {"data_config": {"dataset_id": "e"}}):
+        changed = {**body, "training_config": {**body["training_config"], **other}}
+        assert _hash(SupervisedFineTuneRequest.model_validate(changed)) != _hash(request)
