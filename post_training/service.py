@@ -176,7 +176,9 @@ class JobService:
         if self._store.find_submitted(request.job_uuid, body_hash):
             self._refuse_other_algorithm(request)
         else:
-            self._store.submit(self._spec(request), body_hash, max_queued=self._scheduler.settings.max_queued)
+            spec = self._spec(request)
+            self._check_device(spec)
+            self._store.submit(spec, body_hash, max_queued=self._scheduler.settings.max_queued)
 
     def _refuse_other_algorithm(self, request: SupervisedFineTuneRequest) -> None:
         """Raises Conflict where a replay names another adapter than the job trains.
@@ -192,6 +194,16 @@ class JobService:
                     f"job {request.job_uuid!r} already exists with another {field}; choose another job_uuid",
                     param=f"algorithm_config.{field}",
                 )
+
+    def _check_device(self, spec: JobSpec) -> None:
+        """Refuse now what would wait for ever."""
+        slots = self._scheduler.settings.slots
+        if not any(spec.device_kind in (None, slot.kind) for slot in slots):
+            have = ", ".join(slot.name for slot in slots)
+            raise InvalidField(
+                f"no {spec.device_kind} device is configured here (`jobs.devices` of the run.yaml gives {have})",
+                param="training_config.device",
+            )
 
     def _spec(self, request: SupervisedFineTuneRequest) -> JobSpec:
         data = request.training_config.data_config

@@ -26,6 +26,7 @@ from apis.post_training.models import JobStatus, PostTrainingJobStatusResponse
 from post_training.catalog.importing import import_model
 from post_training.client import StackClient
 from post_training.jobs.database import Database
+from post_training.jobs.devices import visible_gpus
 from post_training.jobs.store import JobStore
 from providers.torchtune.config import TorchtunePostTrainingConfig
 from tests.served_stack import served
@@ -321,6 +322,17 @@ def test_a_verification_that_is_cut_short_is_made_again_and_nothing_unproven_is_
     assert (status.status, status.attempt) == (JobStatus.completed, 2)
     assert [checkpoint.step for checkpoint in status.checkpoints] == [1]
     assert {path.name for path in (home / "jobs" / "cut-short" / "checkpoints").iterdir()} == {"1"}
+
+
+def test_a_kind_of_device_that_the_stack_lacks_is_refused_and_one_that_it_has_is_waited_for(client: StackClient):
+    there, missing = ("cuda", "cpu") if visible_gpus() else ("cpu", "cuda")
+    submit(client, "fits", 4, n_epochs=1, device=there)
+    with pytest.raises(InvalidField, match=f"no {missing} device is configured here") as refused:
+        client.post_training.supervised_fine_tune(**request("fits-not", "fits-data", device=missing))
+    assert refused.value.param == "training_config.device"
+    status = client.post_training.wait("fits", timeout=120)
+    assert status.status is JobStatus.completed, status.error
+    assert (status.resources_allocated or {})["device"].startswith(there)
 
 
 def test_fewer_rows_than_a_batch_still_make_a_step(client: StackClient):
