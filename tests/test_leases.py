@@ -6,13 +6,14 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 
 import pytest
+from sqlalchemy import update
 
 from apis.post_training.models import JobError, JobProgress, JobStatus
 from post_training.jobs.database import Database
 from post_training.jobs.leases import Leases
 from post_training.jobs.states import LeaseLost
 from post_training.jobs.store import JobStore
-from post_training.jobs.tables import CheckpointRow
+from post_training.jobs.tables import CheckpointRow, JobRow
 from tests.test_job_store import CPU, GPU, PROVIDER, SECOND_CPU, claim, in_parallel, make_spec, submit
 
 
@@ -56,6 +57,23 @@ def test_a_job_that_cannot_run_now_keeps_none_behind_it_waiting(store: JobStore,
     assert claimed[1] is not None
     leases.finish("cpu-1", claimed[1].owner, JobStatus.completed, "done")
     assert claim(leases, *slots).job_uuid == "any"
+
+
+def test_a_stored_job_that_cannot_be_read_fails_and_holds_up_none_behind_it(
+    store: JobStore, leases: Leases, database: Database
+):
+    for name in ("newer", "broken", "fine"):
+        submit(store, name)
+    with database.session() as session:
+        for name, spec in (("newer", {**make_spec("newer").model_dump(mode="json"), "mesh": [2, 2]}), ("broken", {})):
+            session.execute(update(JobRow).where(JobRow.job_uuid == name).values(spec=spec))
+    assert claim(leases).job_uuid == "fine"
+    for name in ("newer", "broken"):
+        job = store.get(name)
+        assert job.status == JobStatus.failed
+        assert job.error is not None
+        assert job.error["code"] == "job_failed"
+        assert "newer" in job.error["message"]
 
 
 def test_a_job_that_ran_on_one_kind_of_device_goes_on_on_that_kind(store: JobStore, leases: Leases):

@@ -6,16 +6,18 @@ another's.
 
 from __future__ import annotations
 
+import logging
 import secrets
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from datetime import datetime
 from typing import Any
 
+from pydantic import ValidationError
 from sqlalchemy import ColumnElement, delete, or_, select
 from sqlalchemy.orm import Session
 
-from apis.errors import WorkerDied
+from apis.errors import JobFailure, WorkerDied
 from apis.post_training.models import JobError, JobProgress, JobStatus
 from post_training.jobs.database import Database, now
 from post_training.jobs.devices import Slot
@@ -23,6 +25,8 @@ from post_training.jobs.moves import add_event, end_attempt, find_job, move
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.states import LeaseLost
 from post_training.jobs.tables import CheckpointRow, EventKind, JobRow, LeaseRow
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -78,21 +82,34 @@ class Leases:
         with self._database.session() as session:
             taken = set(session.scalars(select(LeaseRow.slot).where(LeaseRow.host == host)))
             free = [slot for slot in slots if slot.name not in taken]
-            kinds = {slot.kind for slot in free}
-            fitting = or_(JobRow.device_kind.is_(None), JobRow.device_kind.in_(kinds))
-            query = select(JobRow).where(*_waiting(provider_ids), fitting).order_by(JobRow.sequence)
-            job = session.scalars(query.limit(1)).first() if free else None
-            if job is None:
-                return None
-            slot = next(slot for slot in free if job.device_kind in (None, slot.kind))
-            return self._take(session, job, host, slot)
+            while free and (job := _oldest(session, provider_ids, free)) is not None:
+                spec = self._readable(session, job)
+                if spec is not None:
+                    slot = next(slot for slot in free if job.device_kind in (None, slot.kind))
+                    return self._take(session, job, spec, host, slot)
+            return None
 
     def _may_claim(self, provider_ids: Collection[str]) -> bool:
         # Asked several times a second: without a job in the queue no writer's lock is taken.
         with self._database.reading() as session:
             return session.scalar(select(JobRow.sequence).where(*_waiting(provider_ids)).limit(1)) is not None
 
-    def _take(self, session: Session, job: JobRow, host: str, slot: Slot) -> Claim:
+    def _readable(self, session: Session, job: JobRow) -> JobSpec | None:
+        """A job's spec; None where it cannot be read, and then the job fails rather than hold up all behind it."""
+        try:
+            return JobSpec.model_validate(job.spec)
+        except ValidationError as fault:
+            error = JobFailure(
+                "the stored job cannot be read by this version of Postgrad, most likely because a newer one accepted "
+                "it: run that version, or submit the job again under another id"
+            )
+            logger.error("job %s: its stored spec cannot be read: %s", job.job_uuid, fault.errors()[0]["msg"])
+            job.error = JobError(code=error.code, message=error.message).model_dump()
+            move(session, job, JobStatus.failed, error.message, self._clock())
+            session.flush()
+            return None
+
+    def _take(self, session: Session, job: JobRow, spec: JobSpec, host: str, slot: Slot) -> Claim:
         at = self._clock()
         job.attempt += 1
         job.device_kind = slot.kind
@@ -100,7 +117,7 @@ class Leases:
         owner = secrets.token_hex(16)
         session.add(LeaseRow(job_uuid=job.job_uuid, owner=owner, host=host, slot=slot.name, beats=0, claimed_at=at))
         move(session, job, JobStatus.in_progress, f"attempt {job.attempt} claimed on {slot.name}", at)
-        return Claim(job.job_uuid, owner, slot, JobSpec.model_validate(job.spec))
+        return Claim(job.job_uuid, owner, slot, spec)
 
     def give_back(self, job_uuid: str, owner: str, reason: str) -> bool:
         """Back to the queue, through no fault of the job. False where the lease had ended already."""
@@ -266,6 +283,13 @@ def _worker_died(session: Session, job: JobRow, reason: str, attempts: int) -> J
 
 def _waiting(provider_ids: Collection[str]) -> tuple[ColumnElement[bool], ...]:
     return (JobRow.status == JobStatus.scheduled, JobRow.provider_id.in_(provider_ids))
+
+
+def _oldest(session: Session, provider_ids: Collection[str], free: Sequence[Slot]) -> JobRow | None:
+    """The job that waits longest of those that a free slot can run."""
+    fitting = or_(JobRow.device_kind.is_(None), JobRow.device_kind.in_({slot.kind for slot in free}))
+    query = select(JobRow).where(*_waiting(provider_ids), fitting).order_by(JobRow.sequence)
+    return session.scalars(query.limit(1)).first()
 
 
 def _owned(session: Session, job_uuid: str, owner: str) -> tuple[JobRow, LeaseRow]:

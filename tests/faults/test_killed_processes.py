@@ -30,7 +30,7 @@ from tests.faults.harness import (
 )
 from tests.served_stack import served
 
-INJECTED = str(Path(__file__).parent / "injected")
+INJECTED = os.pathsep.join(filter(None, (str(Path(__file__).parent / "injected"), os.environ.get("PYTHONPATH"))))
 pytestmark = pytest.mark.timeout(3600 if os.environ.get("POSTGRAD_LONG_FAULTS") else 400)
 
 
