@@ -18,7 +18,7 @@ from apis.models.models import RegisterModelRequest
 from distributions.dialects.llama_stack_v1 import translate_dataset_registration
 from distributions.environment import DISABLED, substitute
 from distributions.home import state_home
-from post_training.jobs.devices import slots_of
+from post_training.jobs.devices import slots_of, visible_gpus
 from post_training.jobs.scheduler import SchedulerSettings
 
 log = logging.getLogger(__name__)
@@ -128,7 +128,13 @@ class JobsConfig(_Section):
         return value
 
     def settings(self, environ: Mapping[str, str]) -> SchedulerSettings:
-        return SchedulerSettings(slots_of(self.devices, environ), self.max_queued, self.max_attempts)
+        slots = slots_of(self.devices, environ)
+        visible = visible_gpus(environ)
+        for slot in slots:
+            # No refusal: not every system shows its GPUs where they are looked for.
+            if slot.kind == "cuda" and int(slot.device.partition(":")[2]) >= visible:
+                log.warning("jobs.devices: %s is listed, but %d CUDA devices are visible here", slot.device, visible)
+        return SchedulerSettings(slots, self.max_queued, self.max_attempts)
 
 
 class LoggingConfig(_Section):

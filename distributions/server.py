@@ -33,6 +33,7 @@ from providers.spec import ProviderSpec
 
 KEY_VARIABLE = "POSTGRAD_API_KEY"
 STREAM_GRACE_SECONDS = 2
+UNREAD_SECONDS = 60
 _BACKLOG = 2048
 
 
@@ -131,6 +132,9 @@ def bind(host: str, port: int) -> socket.socket:
     # with it each answer on a kept connection would wait 40 ms for an acknowledgement.
     listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    if hasattr(socket, "TCP_USER_TIMEOUT"):
+        # Else a reader that takes nothing keeps its connection for ever: closing waits for what is still to be sent.
+        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     try:
         listener.bind((host, port))
         # Bound alone does not keep another process out: two may bind with SO_REUSEADDR, only one may listen.
@@ -161,6 +165,8 @@ class _Server(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._stack.end_streams()
         await super().shutdown(sockets)
+        # Here and not after `serve`, where a second signal would end the process before its workers have saved.
+        await self._stack.shutdown()
 
     @contextmanager
     def capture_signals(self) -> Iterator[None]:

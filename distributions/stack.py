@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import anyio
 from sqlalchemy import select
@@ -21,7 +21,7 @@ from apis.common import Api
 from apis.datasets.models import RegisterDatasetRequest
 from apis.errors import Conflict, PostgradError, RunConfigInvalid, StackError
 from apis.models.models import RegisterModelRequest
-from distributions.home import ensure_home
+from distributions.home import ensure_home, lock_home
 from distributions.resolver import BuiltProvider, PlannedProvider, build
 from distributions.run_config import StackRunConfig
 from post_training.catalog.datasets import DatasetCatalog
@@ -46,6 +46,7 @@ class Stack:
     models: ModelCatalog
     datasets: DatasetCatalog
     scheduler: Scheduler
+    lock: IO[str]
     providers: list[BuiltProvider]
     _started: list[BuiltProvider] = field(default_factory=list)
     _running: bool = False
@@ -71,7 +72,7 @@ class Stack:
             for built in self.providers:
                 self._started.append(built)
                 await _start(built)
-            if self.scheduler.provider_ids:
+            if self.scheduler.provider_ids and self.config.serves(Api.post_training):
                 await anyio.to_thread.run_sync(finish_deletions, self.config.home, JobStore(self.database))
                 self.scheduler.start()
         except BaseException:
@@ -99,6 +100,7 @@ class Stack:
         if self._running:
             self._running = False
             self.database.close()
+            self.lock.close()
 
 
 def _reads(database: Database) -> bool:
@@ -132,6 +134,7 @@ async def build_stack(config: StackRunConfig, planned: Sequence[PlannedProvider]
         RunConfigInvalid: a listed model or data set cannot be registered.
     """
     made_home = ensure_home(config.home)
+    lock = lock_home(config.home)
     database: Database | None = None
     try:
         database = _open_store(config)
@@ -139,12 +142,13 @@ async def build_stack(config: StackRunConfig, planned: Sequence[PlannedProvider]
         datasets = DatasetCatalog(database, config.home)
         scheduler = local_scheduler(database, config.home, config.jobs.settings(config.environ))
         providers = await build(planned, database, models, datasets, scheduler, config)
-        stack = Stack(config, database, models, datasets, scheduler, providers)
+        stack = Stack(config, database, models, datasets, scheduler, lock, providers)
         await _register_listed(stack)
         return stack
     except BaseException:
         if database is not None:
             database.close()
+        lock.close()
         if made_home:
             shutil.rmtree(config.home, ignore_errors=True)
         raise

@@ -35,6 +35,9 @@ class _Page:
     end: JobEvent | None = None
 
 
+_NOTHING_NEW = _Page([])
+
+
 class EventStreams:
     """Polls the store in threads, in short transactions: none is open while a reader takes its time."""
 
@@ -49,6 +52,8 @@ class EventStreams:
 
     async def follow(self, job_uuid: str, after: int) -> AsyncGenerator[JobEvent]:
         """As `PostTraining.stream_job_events`. Raises JobNotFound."""
+        newest = await anyio.to_thread.run_sync(self._store.newest_event, job_uuid, limiter=self._threads)
+        after = min(after, newest)  # an id that never was would hide all that are to come
         return self._events(job_uuid, after, await self._read(job_uuid, after))
 
     async def _events(self, job_uuid: str, after: int, page: _Page | None) -> AsyncGenerator[JobEvent]:
@@ -65,7 +70,7 @@ class EventStreams:
             if await self._stopped(0 if page is not None and page.full else POLL_SECONDS):
                 return
             try:
-                page = await self._read(job_uuid, after)
+                page = await anyio.to_thread.run_sync(self._next_page, job_uuid, after, limiter=self._threads)
             except JobNotFound:
                 return  # deleted meanwhile
             except (SQLAlchemyError, Unavailable) as error:
@@ -84,6 +89,12 @@ class EventStreams:
 
     async def _read(self, job_uuid: str, after: int) -> _Page:
         return await anyio.to_thread.run_sync(self._page, job_uuid, after, limiter=self._threads)
+
+    def _next_page(self, job_uuid: str, after: int) -> _Page:
+        """As `_page`, for one whose last page did not end the stream: a job's end is an event, too."""
+        if self._store.newest_event(job_uuid) <= after:
+            return _NOTHING_NEW
+        return self._page(job_uuid, after)
 
     def _page(self, job_uuid: str, after: int) -> _Page:
         # The job before its events: the last of them is stored together with its end.

@@ -47,7 +47,13 @@ def test_only_the_gpus_that_cuda_would_show_are_counted(tmp_path: Path, chosen: 
         (tmp_path / f"0000:0{number}:00.0").mkdir()
     environ = {} if chosen is None else {"CUDA_VISIBLE_DEVICES": chosen}
     assert visible_gpus(environ, tmp_path) == visible
-    assert visible_gpus(environ, tmp_path / "no driver") == 0
+    assert visible_gpus(environ, tmp_path / "no driver", tmp_path / "no dev") == 0
+
+
+def test_a_container_without_the_drivers_folder_shows_its_gpus_as_devices(tmp_path: Path):
+    for name in ("nvidia0", "nvidia1", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert visible_gpus({}, tmp_path / "no driver", tmp_path) == 2
 
 
 def test_workers_share_the_cores_and_each_has_one_at_least():

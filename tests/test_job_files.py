@@ -334,3 +334,19 @@ def test_what_cannot_be_told_is_left_where_it_lies(server: JobServer):
     finish_deletions(server.home, server.store)
     assert sorted(os.listdir(folder.parent)) == [".deleted-01234567-j", "j"]
     finish_deletions(server.home / "nowhere", server.store)
+
+
+@pytest.mark.parametrize("asked", ["bytes=5-2", "bytes=", "bytes=abc", "items=0-1", "bytes=-", "bytes=1-2,x"])
+def test_a_range_that_is_none_counts_as_none(shared: httpx.Client, asked: str):
+    answer = shared.get(PATH, headers={"range": asked})
+    assert (answer.status_code, answer.content) == (200, CONTENT)
+
+
+@pytest.mark.parametrize(
+    ("tags", "status"), [("{}", 304), ('W/{}, "other"', 304), ("*", 304), ('"other"', 200), ("{}x", 200)]
+)
+def test_a_reader_who_has_the_file_is_told_so(shared: httpx.Client, tags: str, status: int):
+    etag = shared.head(PATH).headers["etag"]
+    answer = shared.get(PATH, headers={"if-none-match": tags.format(etag)})
+    assert (answer.status_code, answer.headers["etag"]) == (status, etag)
+    assert answer.content == (b"" if status == 304 else CONTENT)

@@ -225,6 +225,7 @@ def test_a_waiting_job_says_its_place_and_what_it_waits_for(store: JobStore, lea
     assert told("b") == (0, "next in the queue: starts as soon as cpu:0 is free")
     assert told("c") == (2, "2 jobs are ahead in the queue")
     assert told("d") == (2, "2 jobs are ahead in the queue")
+    assert told("c", CPU) == (1, "1 job is ahead in the queue"), "the one that needs a GPU takes nobody's place"
     assert told("a", CPU) == (0, "it needs a cuda device and this stack has cpu:0")
     assert "no provider" in (describe_wait(store, store.get("a"), (GPU,), set()).reason or "")
     held = claim(leases, GPU)

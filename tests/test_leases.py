@@ -79,6 +79,7 @@ def test_a_stored_job_that_cannot_be_read_fails_and_holds_up_none_behind_it(
 def test_a_job_that_ran_on_one_kind_of_device_goes_on_on_that_kind(store: JobStore, leases: Leases):
     submit(store, "one")
     held = claim(leases, CPU)
+    leases.update("one", held.owner, resources={"device": "cpu"})
     leases.lost("one", held.owner, "lost", 3)
     assert leases.claim("here", (GPU,), {PROVIDER}) is None
     assert claim(leases, GPU, CPU).slot == CPU
@@ -96,6 +97,14 @@ def test_parallel_claims_of_several_schedulers_never_share_a_job_or_a_slot(store
         return "none" if found is None else f"{found.job_uuid} {found.slot.name}"
 
     assert in_parallel(8, race) == sorted(["none"] * 5 + ["job-0 cpu:0", "job-1 cpu:1", "job-2 cuda:0"])
+
+
+def test_a_job_that_did_not_come_to_run_is_not_tied_to_the_kind_of_device_it_was_claimed_for(
+    store: JobStore, leases: Leases
+):
+    submit(store, "one")
+    leases.give_back("one", claim(leases, GPU).owner, "the server stopped")
+    assert claim(leases, CPU).slot == CPU
 
 
 def test_slots_of_two_machines_are_their_own(store: JobStore, leases: Leases):

@@ -58,11 +58,13 @@ class ProgramLauncher:
 
 
 class BrokenLauncher(ProgramLauncher):
+    error = OSError(12, "Cannot allocate memory")
+
     def __init__(self) -> None:
         super().__init__("")
 
     def launch(self, claim: Claim, log_path: Path, threads: int | None) -> LocalWorker:
-        raise OSError(12, "Cannot allocate memory")
+        raise self.error
 
 
 class Bench:
@@ -134,11 +136,35 @@ def test_a_worker_that_ends_without_a_result_is_tried_again_and_then_fails_its_j
     assert bench.cleaned == ["first"] * 3 + ["second"] * 3
 
 
-def test_a_worker_that_cannot_be_started_fails_its_job_in_the_end(bench: Bench):
+def test_a_worker_that_cannot_be_started_is_no_fault_of_the_job_and_is_tried_again_after_a_growing_pause(
+    bench: Bench,
+):
+    bench.submit("one", "two")
+    scheduler = bench.scheduler(BrokenLauncher())
+    scheduler.start()
+    until(lambda: bench.store.get("one").attempt == 2)
+    first, second = (t.at for t in bench.store.transitions("one") if t.new == "in_progress")
+    assert 1 <= (second - first).total_seconds() < 2
+    job = bench.store.get("one")
+    until(lambda: bench.status("one") == "scheduled")
+    assert (job.lost_attempts, bench.store.get("two").attempt) == (0, 0)
+    reason = scheduler.waiting(bench.store.get("one")).reason or ""
+    assert "no worker could be started (Cannot allocate memory)" in reason
+
+
+def test_a_disk_that_is_too_full_to_start_a_worker_fails_the_job_with_disk_full(bench: Bench):
     bench.submit("one")
-    bench.scheduler(BrokenLauncher()).start()
-    until(lambda: bench.status("one") == "failed")
-    assert "Cannot allocate memory" in (bench.store.get("one").error or {})["message"]
+    launcher = BrokenLauncher()
+    launcher.error = OSError(28, "No space left on device")
+    bench.scheduler(launcher)._tick()
+    assert (bench.store.get("one").error or {})["code"] == "disk_full"
+
+
+def test_what_a_cancelled_job_left_when_the_server_was_killed_goes_at_the_next_start(bench: Bench):
+    bench.submit("one")
+    bench.store.request_cancel("one")
+    bench.scheduler(ProgramLauncher(SLEEPING)).start()
+    until(lambda: bench.cleaned == ["one"])
 
 
 def test_a_killed_worker_is_named_by_its_signal_and_leaves_nothing_running(bench: Bench, tmp_path: Path):

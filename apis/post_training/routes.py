@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import base64
 from typing import Annotated
 
-from fastapi import APIRouter, Header, Path, Query, Response
+from fastapi import APIRouter, Header, Path, Query, Request, Response
 from fastapi.responses import FileResponse, StreamingResponse
 
 from apis.common import MAX_INTEGER
 from apis.errors import InvalidField
 from apis.post_training.event_stream import JobEventStream, event_id
+from apis.post_training.file_answers import file_answer
 from apis.post_training.models import (
     CheckpointFilesResponse,
     ListPostTrainingJobsResponse,
@@ -20,7 +20,6 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
-    StoredFile,
     SupervisedFineTuneRequest,
 )
 from apis.post_training.protocol import PostTraining
@@ -97,7 +96,7 @@ def _add_telemetry(router: APIRouter, impl: PostTraining) -> None:
     async def stream_job_events(
         job_uuid: str, after: After = None, last_event_id: LastEventId = None
     ) -> StreamingResponse:
-        start = (after or 0) if last_event_id is None else event_id(last_event_id)
+        start = event_id(last_event_id) if last_event_id else after or 0
         return JobEventStream(await impl.stream_job_events(job_uuid, start))
 
 
@@ -115,19 +114,8 @@ def _add_files(router: APIRouter, impl: PostTraining) -> None:
         responses={
             200: {"description": "The file", "content": {"application/octet-stream": {}}},
             206: {"description": "The ranges asked for"},
+            304: {"description": "The reader has this file"},
         },
     )
-    async def get_checkpoint_file(job_uuid: str, step: Step, name: str) -> FileResponse:
-        return _file(await impl.find_checkpoint_file(job_uuid, step, name))
-
-
-def _file(stored: StoredFile) -> FileResponse:
-    """The file with Range and If-Range; its hash as ETag and, for any reader, as Repr-Digest (RFC 9530)."""
-    digest = base64.b64encode(bytes.fromhex(stored.sha256)).decode()
-    headers = {
-        "etag": f'"{stored.sha256}"',
-        "repr-digest": f"sha-256=:{digest}:",
-        "cache-control": "no-cache",
-        "x-content-type-options": "nosniff",
-    }
-    return FileResponse(stored.path, headers=headers, filename=stored.path.name)
+    async def get_checkpoint_file(request: Request, job_uuid: str, step: Step, name: str) -> Response:
+        return file_answer(request, await impl.find_checkpoint_file(job_uuid, step, name))

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import anyio.to_thread
-from sqlalchemy import delete, select, update
+from sqlalchemy import delete, func, select, update
 from sqlalchemy.orm import Session
 
 from apis.common import MAX_IDENTIFIER_LENGTH, check_identifier
@@ -104,9 +104,7 @@ class ModelCatalog:
             ModelNotFound: no model has that name.
             ModelInvalid: its files are gone.
         """
-        with self.database.session() as session:
-            row = self._find(session, identifier)
-        return self._resolved(row)
+        return self._resolved(self._found(identifier))
 
     def add_base(self, session: Session, identifier: str, directory: Path, details: dict[str, Any]) -> None:
         """Record a base model. The same again is a no-op. Raises Conflict where the id is taken."""
@@ -166,13 +164,13 @@ class ModelCatalog:
 
     def refuse_taken(self, identifiers: Iterable[str]) -> None:
         """Raises Conflict where a model, checkpoint or other name has one of `identifiers`."""
-        wanted = set(identifiers)
+        wanted = list(identifiers)
         with self.database.reading() as session:
             for kind in (BaseModelRow, CheckpointModelRow, AliasRow):
-                if taken := wanted.intersection(session.scalars(select(kind.identifier))):
+                taken = session.scalar(select(func.min(kind.identifier)).where(kind.identifier.in_(wanted)))
+                if taken is not None:
                     raise Conflict(
-                        f"a checkpoint of this job would be called {min(taken)!r}, which is taken: "
-                        "choose another job_uuid",
+                        f"a checkpoint of this job would be called {taken!r}, which is taken: choose another job_uuid",
                         param="job_uuid",
                     )
 
@@ -194,8 +192,10 @@ class ModelCatalog:
     # -- in a thread ---------------------------------------------------------------------------------------------
 
     def _list(self) -> ListModelsResponse:
-        with self.database.session() as session:
-            self._discover(session)
+        if self._unrecorded():
+            with self.database.session() as session:
+                self._discover(session)
+        with self.database.reading() as session:
             rows = [*_by_time(session, BaseModelRow), *_by_time(session, CheckpointModelRow)]
             aliases = _by_time(session, AliasRow)
             targets = {alias.identifier: self._lookup(session, alias.identifier) for alias in aliases}
@@ -206,8 +206,8 @@ class ModelCatalog:
         return ListModelsResponse(data=models)
 
     def _get(self, model_id: str) -> Model:
-        with self.database.session() as session:
-            row = self._find(session, model_id)
+        row = self._found(model_id)
+        with self.database.reading() as session:
             alias = session.get(AliasRow, model_id)
         return self._model(model_id, row, alias)
 
@@ -257,6 +257,20 @@ class ModelCatalog:
             forget_imported(self.home, model_id)
 
     # -- finding -------------------------------------------------------------------------------------------------
+
+    def _found(self, identifier: str) -> BaseModelRow | CheckpointModelRow:
+        """As `_find`. The writers' lock is taken only to record a model that was imported meanwhile."""
+        with self.database.reading() as session:
+            row = self._lookup(session, identifier)
+        if row is not None:
+            return row
+        with self.database.session() as session:
+            return self._find(session, identifier)
+
+    def _unrecorded(self) -> bool:
+        """Whether models were imported that the store does not know."""
+        with self.database.reading() as session:
+            return any(not self._taken(session, identifier) for identifier in imported_models(self.home))
 
     def _find(self, session: Session, identifier: str) -> BaseModelRow | CheckpointModelRow:
         row = self._lookup(session, identifier)

@@ -65,10 +65,15 @@ def _slots(devices: Sequence[str]) -> tuple[Slot, ...]:
     return tuple(slots)
 
 
-def visible_gpus(environ: Mapping[str, str] = os.environ, nvidia: Path = Path("/proc/driver/nvidia/gpus")) -> int:
+def visible_gpus(
+    environ: Mapping[str, str] = os.environ,
+    nvidia: Path = Path("/proc/driver/nvidia/gpus"),
+    dev: Path = Path("/dev"),
+) -> int:
     """How many CUDA devices a worker would see."""
     chosen = environ.get("CUDA_VISIBLE_DEVICES")
-    present = sum(1 for _ in nvidia.iterdir()) if nvidia.is_dir() else 0
+    # Containers may have the devices without the driver's own folder.
+    present = sum(1 for _ in nvidia.iterdir()) if nvidia.is_dir() else len(list(dev.glob("nvidia[0-9]*")))
     if chosen is None or not present:
         return present
     # The driver stops at the first that it can't find, such as -1.

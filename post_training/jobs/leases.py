@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from sqlalchemy import ColumnElement, delete, or_, select
 from sqlalchemy.orm import Session
 
-from apis.errors import JobFailure, WorkerDied
+from apis.errors import JobFailure, PostgradError, WorkerDied
 from apis.post_training.models import JobError, JobProgress, JobStatus
 from post_training.jobs.database import Database, now
 from post_training.jobs.devices import Slot
@@ -127,6 +127,13 @@ class Leases:
         """End an attempt that did not follow a cancel. False where the lease had ended already."""
         return self._end(job_uuid, owner, lambda _session, _job: (JobStatus.cancelled, reason, None))
 
+    def failed(self, job_uuid: str, owner: str, error: PostgradError) -> bool:
+        """Fail a job from outside its worker. False where the lease had ended already."""
+        told = JobError(code=error.code, message=error.message, param=error.param)
+        return self._end(
+            job_uuid, owner, lambda _session, _job: (JobStatus.failed, f"{error.code}: {error.message}", told)
+        )
+
     def lost(self, job_uuid: str, owner: str, reason: str, max_attempts: int) -> bool:
         """End an attempt that has no result: back to the queue, or failed after too many of them.
 
@@ -208,7 +215,7 @@ class Leases:
             job, _lease = _owned(session, checkpoint.job_uuid, owner)
             if _checkpoint(session, checkpoint.job_uuid, checkpoint.step) is None:
                 session.add(checkpoint)
-            job.lost_attempts = 0
+                job.lost_attempts = 0
 
     def announce(
         self,

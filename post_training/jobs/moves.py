@@ -9,6 +9,7 @@ from sqlalchemy.orm import Session
 
 from apis.errors import JobNotFound
 from apis.post_training.models import JobError, JobStatus
+from post_training.jobs.spec import JobSpec
 from post_training.jobs.states import check_transition
 from post_training.jobs.tables import CheckpointRow, EventKind, EventRow, JobRow, LeaseRow, TransitionRow
 
@@ -50,7 +51,7 @@ def record_move(session: Session, job: JobRow, old: JobStatus | None, reason: st
     """Store that the job came from `old` (None: it is new) into the state it has."""
     session.add(
         TransitionRow(
-            job_uuid=job.job_uuid, old=old, new=job.status, at=job.moved_at, attempt=job.attempt, reason=reason
+            job_uuid=job.job_uuid, old=old, new=job.status, at=job.moved_at, attempt=job.attempt, reason=_text(reason)
         )
     )
     data = {"status": job.status, "attempt": job.attempt, "reason": reason}
@@ -62,7 +63,10 @@ def end_attempt(
 ) -> None:
     """End an attempt and its lease. A job that would go back to the queue but is to be cancelled is cancelled."""
     if new is JobStatus.scheduled and job.cancel_requested_at is not None:
-        new, reason, error = JobStatus.cancelled, f"cancelled; {reason}", None
+        new, reason, error = JobStatus.cancelled, "cancelled while running", None
+    if new is JobStatus.scheduled and not (job.resources or {}).get("device"):
+        # Nothing ran there yet, so nothing ties the job to that kind of device.
+        job.device_kind = JobSpec.model_validate(job.spec).device_kind
     job.error = error.model_dump() if error else None
     session.delete(lease)
     move(session, job, new, reason, at)
@@ -78,6 +82,9 @@ def add_event(
     step: int | None = None,
     data: dict[str, object] | None = None,
 ) -> None:
+    session.add(EventRow(job_uuid=job.job_uuid, at=at, kind=kind, step=step, message=_text(message), data=data))
+
+
+def _text(message: str) -> str:
     # PostgreSQL's text holds no NUL, which a message may quote from somebody's data.
-    text = message.replace("\0", "\\0")
-    session.add(EventRow(job_uuid=job.job_uuid, at=at, kind=kind, step=step, message=text, data=data))
+    return message.replace("\0", "\\0")

@@ -15,7 +15,9 @@ from pathlib import Path
 
 from sqlalchemy.exc import SQLAlchemyError
 
-from post_training.checkpoints.layout import checkpoints_root, clean_partial
+from apis.post_training.models import JobStatus
+from post_training.checkpoints.layout import checkpoints_root, clean_partial, disk_full
+from post_training.jobs.backoff import Backoff
 from post_training.jobs.database import Database
 from post_training.jobs.devices import Slot, slots_of, threads_each
 from post_training.jobs.launchers.local import Launcher, LocalLauncher, WorkerHandle
@@ -76,6 +78,7 @@ class Scheduler:
         self._host = host or host_identity()
         self._workers: dict[str, WorkerHandle] = {}  # by owner token
         self._watch = Watch()
+        self._backoff = Backoff()
         self._wake = threading.Event()
         self._stopping = threading.Event()
         self._thread = threading.Thread(target=self._run, name="scheduler", daemon=True)
@@ -101,12 +104,14 @@ class Scheduler:
         self._wake.set()
         if self._thread.is_alive():
             self._thread.join(STOP_GRACE_SECONDS)
-        for worker in self._workers.values():
+        # A copy: a thread that hangs in the store may still go on.
+        workers = list(self._workers.values())
+        for worker in workers:
             worker.terminate()
         deadline = time.monotonic() + STOP_GRACE_SECONDS
-        while any(worker.ended() is None for worker in self._workers.values()) and time.monotonic() < deadline:
+        while any(worker.ended() is None for worker in workers) and time.monotonic() < deadline:
             time.sleep(0.05)
-        for worker in self._workers.values():
+        for worker in workers:
             worker.kill()
         self._try(self._give_back_all)
         self._workers.clear()
@@ -119,6 +124,7 @@ class Scheduler:
                 self.clean(lease.job_uuid)
 
     def _run(self) -> None:
+        self._try(self._sweep)
         while not self._stopping.is_set():
             self._try(self._tick)
             self._wake.wait(POLL_SECONDS)
@@ -139,11 +145,20 @@ class Scheduler:
         for lease in held:
             self._look_after(lease)
         self._forget_ended(held)
-        while len(self._workers) < len(self.settings.slots) and not self._stopping.is_set():
+        while self._has_room():
             claim = self._leases.claim(self._host, self.settings.slots, self.provider_ids)
             if claim is None:
                 return
             self._launch(claim)
+
+    def _has_room(self) -> bool:
+        free = len(self._workers) < len(self.settings.slots)
+        return free and not self._backoff.pausing and not self._stopping.is_set()
+
+    def _sweep(self) -> None:
+        """Remove what jobs that were cancelled left on disk when the server was killed before it could."""
+        for job_uuid in self._store.with_status(JobStatus.cancelled):
+            self.clean(job_uuid)
 
     # -- one lease -----------------------------------------------------------------------------------------------
 
@@ -188,16 +203,28 @@ class Scheduler:
             if worker.ended() is not None or self._watch.overdue(owner):
                 worker.kill()
                 del self._workers[owner]
+                self._watch.forget(owner)
 
     def _launch(self, claim: Claim) -> None:
         threads = claim.spec.worker.threads or threads_each(self.settings.slots)
         log_path = self._job_folder(claim.job_uuid) / "worker.log"
         try:
             self._workers[claim.owner] = self._launcher.launch(claim, log_path, threads)
+            self._backoff.worked()
         except OSError as error:
-            logger.exception("no worker could be started for job %s", claim.job_uuid)
-            reason = f"no worker could be started: {error.strerror}"
-            self._leases.lost(claim.job_uuid, claim.owner, reason, self.settings.max_attempts)
+            self._could_not_launch(claim, error)
+
+    def _could_not_launch(self, claim: Claim, error: OSError) -> None:
+        """No fault of the job, so it goes back to the queue; what is wrong here would fail every other one as well."""
+        if full := disk_full(error, "the job's log"):
+            self._leases.failed(claim.job_uuid, claim.owner, full)
+            return
+        seconds = self._backoff.failed()
+        logger.error(
+            "no worker could be started for job %s; next try in %.0f s", claim.job_uuid, seconds, exc_info=error
+        )
+        reason = f"no worker could be started ({error.strerror}); the next try is in {seconds:.0f} s"
+        self._leases.give_back(claim.job_uuid, claim.owner, reason)
 
 
 def local_scheduler(database: Database, home: Path, settings: SchedulerSettings | None = None) -> Scheduler:
@@ -205,7 +232,9 @@ def local_scheduler(database: Database, home: Path, settings: SchedulerSettings 
     store = JobStore(database)
 
     def clean(job_uuid: str) -> None:
-        clean_partial(checkpoints_root(home, job_uuid), store.recorded_steps(job_uuid))
+        root = checkpoints_root(home, job_uuid)
+        if root.is_dir():
+            clean_partial(root, store.recorded_steps(job_uuid))
 
     def folder(job_uuid: str) -> Path:
         return checkpoints_root(home, job_uuid).parent

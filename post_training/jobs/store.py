@@ -129,6 +129,12 @@ class JobStore:
             rows = session.execute(query.order_by(JobRow.sequence)).all()
         return [JobHead(job_uuid, JobStatus(status), model, at) for job_uuid, status, model, at in rows]
 
+    def with_status(self, status: JobStatus) -> Sequence[str]:
+        """The ids of all jobs that are so, oldest first."""
+        with self.database.reading() as session:
+            query = select(JobRow.job_uuid).where(JobRow.status == status).order_by(JobRow.sequence)
+            return session.scalars(query).all()
+
     def known(self, job_uuids: Collection[str]) -> frozenset[str]:
         """Those of `job_uuids` that are jobs."""
         with self.database.reading() as session:
@@ -155,6 +161,18 @@ class JobStore:
             query = select(EventRow).where(EventRow.job_uuid == job_uuid, EventRow.id > after)
             return session.scalars(query.order_by(EventRow.id).limit(limit)).all()
 
+    def newest_event(self, job_uuid: str) -> int:
+        """The id of the newest event, read without the job itself: for those who ask several times a second.
+
+        Raises:
+            JobNotFound
+        """
+        with self.database.reading() as session:
+            newest = session.scalar(select(func.max(EventRow.id)).where(EventRow.job_uuid == job_uuid))
+            if newest is None:  # each job has at least the event of its submit
+                find_job(session, job_uuid)
+            return newest or 0
+
     def last_events(self, job_uuid: str, limit: int) -> Sequence[EventRow]:
         """The newest events, in order. Raises JobNotFound."""
         with self.database.reading() as session:
@@ -180,16 +198,20 @@ class JobStore:
             query = select(TransitionRow).where(TransitionRow.job_uuid == job_uuid).order_by(TransitionRow.id)
             return session.scalars(query).all()
 
-    def jobs_ahead(self, job: JobRow) -> int:
-        """How many waiting jobs come first to a device that `job` could run on."""
+    def jobs_ahead(self, job: JobRow, provider_ids: Collection[str], kinds: Collection[str]) -> int:
+        """How many waiting jobs come first to a device that `job` could run on.
+
+        Args:
+            provider_ids, kinds: whose jobs are run, and on which kinds of device; others take nobody's place.
+        """
+        mine = kinds if job.device_kind is None else [job.device_kind]
         with self.database.reading() as session:
-            query = (
-                select(func.count())
-                .select_from(JobRow)
-                .where(JobRow.status == JobStatus.scheduled, JobRow.sequence < job.sequence)
+            query = select(func.count()).where(
+                JobRow.status == JobStatus.scheduled,
+                JobRow.sequence < job.sequence,
+                JobRow.provider_id.in_(provider_ids),
+                or_(JobRow.device_kind.is_(None), JobRow.device_kind.in_(mine)),
             )
-            if job.device_kind is not None:
-                query = query.where(or_(JobRow.device_kind.is_(None), JobRow.device_kind == job.device_kind))
             return session.scalar(query) or 0
 
 

@@ -48,7 +48,6 @@ class Watch:
             self._take_in(lease, now)
         owners = {lease.owner for lease in held}
         for owner in self._seen.keys() - owners:
-            self._gone_since.setdefault(owner, now)
             del self._seen[owner]
 
     def _take_in(self, lease: HeldLease, now: float) -> None:
@@ -66,6 +65,10 @@ class Watch:
         """Seconds since its cancel was first seen; 0 where there is none."""
         since = self._seen[lease.owner].cancelling_since
         return 0.0 if since is None else self._monotonic() - since
+
+    def forget(self, owner: str) -> None:
+        """A worker has exited."""
+        self._gone_since.pop(owner, None)
 
     def overdue(self, owner: str) -> bool:
         """Whether a worker without a lease had time enough to exit."""

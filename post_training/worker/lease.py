@@ -194,8 +194,10 @@ class Lease:
         self._confirmed = max(self._confirmed, began)
 
     def _note(self, cancel: bool) -> None:
-        if cancel:
-            self._stop_reason = self._stop_reason or "cancelled"
+        # Also over "stopped": a job that is to be cancelled does not go back to the queue, and keeps nothing to go on
+        # from.
+        if cancel and self._stop_reason != "lost":
+            self._stop_reason = "cancelled"
 
     def _on_sigterm(self, _signal: int, _frame: object) -> None:
         self._stop_reason = self._stop_reason or "stopped"

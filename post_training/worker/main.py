@@ -16,7 +16,7 @@ import sys
 import traceback
 from pathlib import Path
 
-from apis.errors import CheckpointUnverified, OutOfMemory, PostgradError
+from apis.errors import JOB_FAILURE_CODES, CheckpointUnverified, JobFailure, OutOfMemory, PostgradError
 from apis.post_training.models import JobError, JobStatus
 from post_training.checkpoints.layout import checkpoints_root, disk_full
 from post_training.checkpoints.space import FreeBytes, free_bytes, hold_reserve
@@ -91,6 +91,7 @@ def _store_interruption(lease: Lease, home: Path) -> None:
     if lease.stop_reason == "lost":
         raise LeaseLost("the lease is over")
     release_room(lease, home)
+    lease.confirm()  # a cancel may have come since the last look
     if lease.stop_reason == "cancelled":
         discard_unannounced(lease, home)
         lease.finish(JobStatus.cancelled, "cancelled while running")
@@ -139,7 +140,8 @@ def failure(error: BaseException) -> JobError:
     """An exception as a user may see it: a stable code, no traceback, no path."""
     known = _known(error)
     if known is not None:
-        return JobError(code=known.code, message=known.message, param=known.param)
+        code = known.code if known.code in JOB_FAILURE_CODES else JobFailure.code
+        return JobError(code=code, message=known.message, param=known.param)
     return JobError(
         code=PostgradError.code,
         message=f"the worker met an unexpected {type(error).__name__}; its log on the server has the details",

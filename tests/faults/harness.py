@@ -11,7 +11,7 @@ from typing import Any
 
 from safetensors.torch import load_file
 
-from apis.post_training.models import JobStatus, PostTrainingJobStatusResponse
+from apis.post_training.models import PostTrainingJobStatusResponse
 from post_training.catalog.importing import import_model
 from post_training.client import StackClient
 from post_training.jobs.database import Database
@@ -128,7 +128,3 @@ def assert_loads(adapter: Path) -> None:
     tensors = load_file(adapter / "adapter_model.safetensors")
     assert tensors
     assert all(tensor.isfinite().all() for tensor in tensors.values())
-
-
-def status_of(client: StackClient, job_uuid: str) -> JobStatus:
-    return client.post_training.status(job_uuid).status
