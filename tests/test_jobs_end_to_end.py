@@ -352,7 +352,9 @@ def test_a_stopped_server_gives_the_job_back_and_the_next_one_ends_it_with_the_s
         client.post_training.supervised_fine_tune(**request("disturbed", "calm-data", **training))
         until(client, "disturbed", lambda s: len(s.checkpoints) == 1 and s.progress.phase == "train")
         process.send_signal(signal.SIGTERM)
-        process.wait(30)
+        time.sleep(0.3)
+        process.send_signal(signal.SIGTERM)  # an impatient user; the worker is saving
+        assert process.wait(30) == 0
     stored = JobStore(Database(f"sqlite:///{home / 'postgrad.db'}")).get("disturbed")
     assert (stored.status, stored.attempt) == ("scheduled", 1)
     with served(home) as (url, _), StackClient(url) as client:
@@ -363,6 +365,21 @@ def test_a_stopped_server_gives_the_job_back_and_the_next_one_ends_it_with_the_s
     expected = adapter_of(home, calm.checkpoints[-1].path)
     actual = adapter_of(home, disturbed.checkpoints[-1].path)
     assert all(torch.equal(expected[name], actual[name]) for name in expected)
+
+
+def test_a_job_that_is_cancelled_while_the_server_stops_keeps_nothing_to_go_on_from(tmp_path: Path, tiny: Path):
+    home = make_home(tmp_path, tiny)
+    with served(home) as (url, process), StackClient(url) as client:
+        submit(client, "unwanted", 400, save_every_n_steps=2)
+        until(client, "unwanted", training_started)
+        client.post_training.cancel("unwanted")
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+    store = JobStore(Database(f"sqlite:///{home / 'postgrad.db'}"))
+    stored = store.get("unwanted")
+    assert (stored.status, store.recorded_steps("unwanted")) == ("cancelled", frozenset())
+    assert list((home / "jobs" / "unwanted" / "checkpoints").iterdir()) == []
+    store.database.close()
 
 
 def test_a_killed_server_loses_no_job_and_the_running_one_ends_by_itself(tmp_path: Path, tiny: Path):

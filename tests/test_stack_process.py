@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -18,7 +19,7 @@ from llama_stack_client import BadRequestError, LlamaStackClient, NotFoundError
 
 from apis.datasets.models import URIDataSource
 from providers.hub.provider import HubDatasets
-from tests.served_stack import TEMPLATE, served
+from tests.served_stack import PROGRAM, TEMPLATE, served
 from tests.test_run_config import UPSTREAM
 
 SUBMIT = "/v1/post-training/supervised-fine-tune"
@@ -190,6 +191,21 @@ def test_an_upstream_run_yaml_is_served(tmp_path: Path):
     assert (store / "registry.db").is_file()
     assert HubDatasets("hub").accepts(URIDataSource(uri="huggingface://datasets/a/b?split=train"))
     assert not HubDatasets("hub").accepts(URIDataSource(uri="data:text/csv,a"))
+
+
+def test_a_second_server_on_the_same_state_folder_is_refused(tmp_path: Path):
+    home = tmp_path / "home"
+    command = [sys.executable, "-c", PROGRAM, "run", TEMPLATE, "--port", "0"]
+    options: dict[str, Any] = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 60, "check": False}
+    with served(home) as (url, process):
+        refused = subprocess.run(command, env={**os.environ, "POSTGRAD_HOME": str(home)}, **options)
+        assert refused.returncode == 1
+        assert f"another server runs on the state folder {home}" in refused.stderr
+        assert httpx.get(f"{url}/v1/health").status_code == 200
+        process.kill()
+        process.wait()
+    with served(home) as (url, _):  # a killed one leaves no lock behind
+        assert httpx.get(f"{url}/v1/health").status_code == 200
 
 
 def test_an_answer_on_a_kept_connection_does_not_wait_for_an_acknowledgement(template: str):

@@ -109,8 +109,9 @@ class Scheduler:
         for worker in workers:
             worker.terminate()
         deadline = time.monotonic() + STOP_GRACE_SECONDS
+        never = threading.Event()
         while any(worker.ended() is None for worker in workers) and time.monotonic() < deadline:
-            time.sleep(0.05)
+            never.wait(0.05)
         for worker in workers:
             worker.kill()
         self._try(self._give_back_all)

@@ -103,18 +103,20 @@ def test_a_whole_stack_whose_wall_clock_is_set_back_an_hour_completes_its_job(tm
         pytest.skip("a long form: `make test-faults`, with libfaketime installed (Debian: faketime)")
     home = make_home(tmp_path, tiny)
     timestamp = tmp_path / "clock"
-    timestamp.write_text("+0")
+    timestamp.write_text("+0\n")
     faked: dict[str, Any] = {
         "LD_PRELOAD": library,
         "FAKETIME_TIMESTAMP_FILE": str(timestamp),
         "FAKETIME_CACHE_DURATION": "1",
+        # The second is the name that older versions of the library know.
         "FAKETIME_DONT_FAKE_MONOTONIC": "1",
+        "DONT_FAKE_MONOTONIC": "1",
     }
     with served(home, **faked) as (url, _), StackClient(url) as client:
         register_rows(client)
         client.post_training.supervised_fine_tune(**request("back"))
         until(lambda: (p := client.post_training.status("back").progress) and p.step > 5, every=0.01)
-        timestamp.write_text("-1h")
+        timestamp.write_text("-1h\n")
         assert wait(client, "back").status is JobStatus.completed
         shown = subprocess.run(["date", "+%s"], env={**os.environ, **faked}, capture_output=True, text=True, check=True)
         assert int(shown.stdout) < time.time() - 3000, "the clock was really set back"
