@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import ctypes.util
-import os
+import shutil
 import subprocess
+import sys
 import threading
 import time
 from datetime import UTC, datetime, timedelta
@@ -21,7 +21,6 @@ from post_training.jobs.scheduler import Scheduler, SchedulerSettings
 from post_training.jobs.store import JobStore
 from tests.faults.conftest import Calm
 from tests.faults.harness import (
-    LONG,
     assert_ended_once,
     assert_equal_results,
     make_home,
@@ -89,37 +88,37 @@ def test_a_scheduler_whose_clock_jumps_about_keeps_a_living_worker_and_times_in_
     times_are_in_order(home, "timeless")
 
 
-def _faketime_library() -> str | None:
-    for folder in (Path("/usr/lib"), Path("/usr/local/lib")):
-        found = next(folder.rglob("libfaketimeMT.so.1"), None) if folder.is_dir() else None
-        if found is not None:
-            return str(found)
-    return ctypes.util.find_library("faketimeMT")
+@pytest.fixture(scope="module")
+def moved_clock(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A library under which the wall clock can be set."""
+    compiler = shutil.which("cc")
+    if compiler is None or not sys.platform.startswith("linux"):
+        pytest.skip("a library that moves the clock is made on Linux, by cc")
+    library = tmp_path_factory.mktemp("clock") / "moved_clock.so"
+    source = Path(__file__).with_name("moved_clock.c")
+    subprocess.run([compiler, "-shared", "-fPIC", "-O1", "-o", library, source, "-ldl"], check=True)
+    return str(library)
 
 
-def test_a_whole_stack_whose_wall_clock_is_set_back_an_hour_completes_its_job(tmp_path: Path, tiny: Path, calm: Calm):
-    library = _faketime_library()
-    if not LONG or library is None:
-        pytest.skip("a long form: `make test-faults`, with libfaketime installed (Debian: faketime)")
+def test_a_whole_stack_whose_wall_clock_is_set_back_an_hour_completes_its_job(
+    tmp_path: Path, tiny: Path, calm: Calm, moved_clock: str
+):
     home = make_home(tmp_path, tiny)
-    timestamp = tmp_path / "clock"
-    timestamp.write_text("+0\n")
-    faked: dict[str, Any] = {
-        "LD_PRELOAD": library,
-        "FAKETIME_TIMESTAMP_FILE": str(timestamp),
-        "FAKETIME_CACHE_DURATION": "1",
-        # The second is the name that older versions of the library know.
-        "FAKETIME_DONT_FAKE_MONOTONIC": "1",
-        "DONT_FAKE_MONOTONIC": "1",
-    }
-    with served(home, **faked) as (url, _), StackClient(url) as client:
+    setting = tmp_path / "clock"
+    setting.write_text("0")
+    moved: dict[str, Any] = {"LD_PRELOAD": moved_clock, "MOVED_CLOCK": str(setting)}
+    with served(home, **moved) as (url, _), StackClient(url) as client:
         register_rows(client)
         client.post_training.supervised_fine_tune(**request("back"))
         until(lambda: (p := client.post_training.status("back").progress) and p.step > 5, every=0.01)
-        timestamp.write_text("-1h\n")
+        setting.write_text("-3600")
         assert wait(client, "back").status is JobStatus.completed
-        shown = subprocess.run(["date", "+%s"], env={**os.environ, **faked}, capture_output=True, text=True, check=True)
-        assert int(shown.stdout) < time.time() - 3000, "the clock was really set back"
-    assert assert_ended_once(home, "back") == 1
+        client.post_training.supervised_fine_tune(**request("after", n_epochs=1))
+        scheduled = client.post_training.status("after").scheduled_at
+        assert scheduled is not None
+        assert 3500 < time.time() - scheduled.timestamp() < 3700, "the clock was really set back"
+        assert wait(client, "after").status is JobStatus.completed
+    for name in ("back", "after"):
+        assert assert_ended_once(home, name) == 1
+        times_are_in_order(home, name)
     assert_equal_results(result(home, "back"), calm.result)
-    times_are_in_order(home, "back")
