@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import importlib.util
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+import pytest
 from tokenizers import AddedToken, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
@@ -130,6 +132,20 @@ GEMMA = """\
 {{ '<start_of_turn>' + role + '\n' + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}\
 {% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"""
 
+GEMMA3 = """\
+{{ bos_token }}{% set given = messages %}{% set lead = '' %}\
+{% if messages[0]['role'] == 'system' %}{% set lead = messages[0]['content'] + '\n\n' %}{% set given = messages[1:] %}\
+{% endif %}{% for message in given %}\
+{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('roles must alternate') }}{% endif %}\
+{{ '<start_of_turn>' + ('model' if message['role'] == 'assistant' else message['role']) + '\n' }}\
+{{ (lead if loop.first else '') + message['content'] | trim + '<end_of_turn>\n' }}{% endfor %}\
+{% if add_generation_prompt %}{{'<start_of_turn>model\n'}}{% endif %}"""
+
+# Nothing ends an answer but the mark of whoever speaks next, and after the last answer nothing does.
+GLM = """\
+[GO]{% for message in messages %}{% if message.role == 'tool' %}<|observation|>{% else %}<|{{ message.role }}|>\
+{% endif %}{{ '\n' + message.content }}{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"""
+
 PHI3 = """\
 {% for message in messages %}{{'<|' + message['role'] + '|>\n' + message['content'] + '<|end|>\n'}}{% endfor %}\
 {% if add_generation_prompt %}{{ '<|assistant|>\n' }}{% else %}{{ eos_token }}{% endif %}"""
@@ -137,7 +153,12 @@ PHI3 = """\
 
 @dataclass(frozen=True)
 class Family:
-    """One family: its template, control tokens, the token that ends an assistant's turn, and what it supports."""
+    """One family: its template, control tokens, the token that ends an assistant's turn, and what it supports.
+
+    Attributes:
+        plain_tokens: added tokens that are no control tokens, such as `<think>`.
+        eos_tokens: those that generation_config.json names.
+    """
 
     name: str
     template: str
@@ -150,6 +171,8 @@ class Family:
     tools: bool = False
     trims: bool = False
     rstrip: bool = False
+    plain_tokens: tuple[str, ...] = ()
+    eos_tokens: tuple[str, ...] = ()
 
     @property
     def lead(self) -> str:
@@ -168,9 +191,60 @@ FAMILIES = [
            system=False),
     Family("gemma", GEMMA, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", "<eos>", "<bos>",
            sentencepiece=True, system=False, trims=True),
+    Family("gemma3", GEMMA3, ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"), "<end_of_turn>", "<eos>", "<bos>",
+           sentencepiece=True, trims=True),
     Family("phi3", PHI3, ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>"), "<|end|>",
            "<|endoftext|>", "<s>", sentencepiece=True, rstrip=True),
 ]  # fmt: skip
+
+
+_CHATML_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
+_LLAMA3_TOKENS = (
+    "<|begin_of_text|>",
+    "<|start_header_id|>",
+    "<|end_header_id|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|python_tag|>",
+)
+_GEMMA_TOKENS = ("<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>")
+_PHI3_TOKENS = ("<s>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>", "<|end|>")
+_THOUGHT = ("<think>", "</think>", "<tool_call>", "</tool_call>")
+
+REAL: dict[str, Family] = {
+    family.name: family
+    for family in [
+        Family("llama3", "", _LLAMA3_TOKENS, "<|eot_id|>", "<|eot_id|>", "<|begin_of_text|>", trims=True),
+        Family("llama3_1", "", _LLAMA3_TOKENS, "<|eot_id|>", "<|eot_id|>", "<|begin_of_text|>", tools=True, trims=True),
+        Family("llama3_2", "", _LLAMA3_TOKENS, "<|eot_id|>", "<|eot_id|>", "<|begin_of_text|>", tools=True, trims=True),
+        Family("qwen2_5", "", _CHATML_TOKENS, "<|im_end|>", "<|im_end|>", tools=True, plain_tokens=_THOUGHT[2:]),
+        Family("qwen3", "", _CHATML_TOKENS, "<|im_end|>", "<|im_end|>", tools=True, plain_tokens=_THOUGHT),
+        Family("qwen3_instruct_2507", "", _CHATML_TOKENS, "<|im_end|>", "<|im_end|>", tools=True,
+               plain_tokens=_THOUGHT),
+        Family("gemma", "", _GEMMA_TOKENS, "<end_of_turn>", "<eos>", "<bos>", sentencepiece=True, system=False,
+               trims=True),
+        Family("gemma3", "", _GEMMA_TOKENS, "<end_of_turn>", "<eos>", "<bos>", sentencepiece=True, trims=True),
+        Family("phi3", "", _PHI3_TOKENS, "<|end|>", "<|endoftext|>", "<s>", sentencepiece=True, rstrip=True),
+        Family("phi3_5", "", _PHI3_TOKENS, "<|end|>", "<|endoftext|>", "<s>", sentencepiece=True, rstrip=True),
+        Family("glm4moe", "", ("[gMASK]", "<sop>", "<|endoftext|>", "<|system|>", "<|user|>", "<|assistant|>",
+               "<|observation|>"), "<|user|>", "<|endoftext|>", tools=True, plain_tokens=_THOUGHT,
+               eos_tokens=("<|endoftext|>", "<|user|>", "<|observation|>")),
+        Family("gptoss", "", ("<|start|>", "<|end|>", "<|message|>", "<|channel|>", "<|call|>", "<|return|>",
+               "<|startoftext|>"), "<|return|>", "<|return|>", "<|startoftext|>", tools=True,
+               eos_tokens=("<|return|>", "<|call|>")),
+        Family("deepseekv3", "", ("<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜User｜>", "<｜Assistant｜>"),
+               "<｜end▁of▁sentence｜>", "<｜end▁of▁sentence｜>", "<｜begin▁of▁sentence｜>", plain_tokens=_THOUGHT[:2]),
+    ]
+}  # fmt: skip
+"""Families whose real templates the wheel of trl carries; `real` puts the text in."""
+
+
+def real(name: str) -> Family:
+    """The family with its real template's text; skips the test where trl is not installed."""
+    package = importlib.util.find_spec("trl")  # found, not imported
+    if package is None or package.origin is None:
+        pytest.skip("needs the templates in the wheel of trl: install 'postgrad[bench]'")
+    return replace(REAL[name], template=(Path(package.origin).parent / "chat_templates" / f"{name}.jinja").read_text())
 
 
 def build(family: Family, folder: Path) -> Path:
@@ -179,6 +253,7 @@ def build(family: Family, folder: Path) -> Path:
     # Phi-3's control tokens swallow the white space that follows them.
     control = [AddedToken(token, special=True, rstrip=family.rstrip) for token in family.control_tokens]
     tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens([AddedToken(token, normalized=False) for token in family.plain_tokens])
     if family.bos:
         bos = tokenizer.token_to_id(family.bos)
         bos_first = processors.TemplateProcessing(single=f"{family.bos} $A", special_tokens=[(family.bos, bos)])
@@ -190,6 +265,9 @@ def build(family: Family, folder: Path) -> Path:
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, **names)
     fast.chat_template = family.template
     fast.save_pretrained(folder)
+    if family.eos_tokens:
+        ends = [tokenizer.token_to_id(token) for token in family.eos_tokens]
+        (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     return folder
 
 

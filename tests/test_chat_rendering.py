@@ -80,9 +80,7 @@ def test_text_and_ids_equal_transformers(
         text = theirs.apply_chat_template(messages, tokenize=False, add_generation_prompt=generation)
         ids = theirs.apply_chat_template(messages, return_dict=False, add_generation_prompt=generation)
         assert ours.render(messages, add_generation_prompt=generation) == text
-        encoded = (
-            ours.encode_prompt(messages) if generation else ours.encode_conversation(row(messages)).tokens.tolist()
-        )
+        encoded = ours.encode_prompt(messages) if generation else ours.encode_example(row(messages)).tokens.tolist()
         assert encoded == ids
 
 
@@ -108,7 +106,7 @@ def test_tool_arguments_as_json_text_render_as_an_object(tokenizers: dict[str, C
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_only_the_answers_and_their_end_of_turn_carry_loss(family: Family, tokenizers: dict[str, ChatTokenizer]):
     tokenizer = tokenizers[family.name]
-    answers = supervised_text(tokenizer, tokenizer.encode_conversation(row([USER, SHORT, USER, ANSWER])))
+    answers = supervised_text(tokenizer, tokenizer.encode_example(row([USER, SHORT, USER, ANSWER])))
     assert len(answers) == 2
     # Phi-3 closes the whole with EOS, too.
     closing = family.eos if family.name == "phi3" else ""
@@ -119,7 +117,7 @@ def test_only_the_answers_and_their_end_of_turn_carry_loss(family: Family, token
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
 def test_each_answer_ends_in_a_stop_token(family: Family, tokenizers: dict[str, ChatTokenizer]):
     tokenizer = tokenizers[family.name]
-    encoded = tokenizer.encode_conversation(row([USER, SHORT, USER, ANSWER]))
+    encoded = tokenizer.encode_example(row([USER, SHORT, USER, ANSWER]))
     ends = np.flatnonzero((encoded.weights[:-1] == 1) & (encoded.weights[1:] == 0)).tolist()
     ends += [len(encoded.tokens) - 1] if encoded.weights[-1] else []
     assert len(ends) == 2
@@ -127,7 +125,7 @@ def test_each_answer_ends_in_a_stop_token(family: Family, tokenizers: dict[str, 
 
 
 def test_tool_calls_carry_loss_and_tool_results_do_not(tokenizers: dict[str, ChatTokenizer]):
-    encoded = tokenizers["qwen"].encode_conversation(row(TOOL_TALK, [TOOL]))
+    encoded = tokenizers["qwen"].encode_example(row(TOOL_TALK, [TOOL]))
     assert supervised_text(tokenizers["qwen"], encoded) == [
         '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Zürich"}}\n</tool_call><|im_end|>',
         ANSWER["content"] + "<|im_end|>",
@@ -139,14 +137,14 @@ def test_a_space_before_the_answer_is_the_prompts_and_one_in_it_the_answers(tmp_
     source = "{% for m in messages %}{% if m.role == 'assistant' %}A: {% endif %}{{ m.content }}{% endfor %}"
     source += "{% if add_generation_prompt %}A: {% endif %}"
     tokenizer = ChatTokenizer.from_dir(_with_template(folders["chatml"], tmp_path, source))
-    encoded = tokenizer.encode_conversation(row([USER, {"role": "assistant", "content": " fox"}]))
-    assert supervised_text(tokenizer, encoded) == [" fox"]
-    indented = tokenizer.encode_conversation(row([USER, {"role": "assistant", "content": "  fox"}]))
-    assert supervised_text(tokenizer, indented)[0].endswith("  fox")
+    encoded = tokenizer.encode_example(row([USER, {"role": "assistant", "content": " fox"}]))
+    assert supervised_text(tokenizer, encoded) == [" fox<|im_end|>"]
+    indented = tokenizer.encode_example(row([USER, {"role": "assistant", "content": "  fox"}]))
+    assert supervised_text(tokenizer, indented)[0].endswith("  fox<|im_end|>")
 
 
 def test_a_header_that_swallows_the_answers_white_space_carries_no_loss(tokenizers: dict[str, ChatTokenizer]):
-    encoded = tokenizers["phi3"].encode_conversation(row([USER, {"role": "assistant", "content": "\n fox"}]))
+    encoded = tokenizers["phi3"].encode_example(row([USER, {"role": "assistant", "content": "\n fox"}]))
     assert supervised_text(tokenizers["phi3"], encoded) == ["fox<|end|><|endoftext|>"]
 
 
@@ -154,9 +152,12 @@ def test_a_token_in_which_prompt_and_answer_merge_carries_loss(tmp_path: Path, f
     folder = _with_template(folders["chatml"], tmp_path, "{% for m in messages %}{{ m.content }}{% endfor %}")
     tokenizer = ChatTokenizer.from_dir(folder)
     talk = [{"role": "user", "content": "The th"}, {"role": "assistant", "content": "e fox"}]
-    encoded = tokenizer.encode_conversation(row(talk))
-    assert [tokenizer.decode([int(token)]) for token in encoded.tokens] == ["The", " the", " fo", "x"]
-    assert encoded.weights.tolist() == [0, 1, 1, 1]
+    encoded = tokenizer.encode_example(row(talk))
+    assert [tokenizer.decode([int(token)], False) for token in encoded.tokens] == [
+        *("The", " the", " fo", "x"),
+        "<|im_end|>",
+    ]
+    assert encoded.weights.tolist() == [0, 1, 1, 1, 1]
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
@@ -176,20 +177,26 @@ def test_there_is_exactly_one_bos(family: Family, tokenizers: dict[str, ChatToke
 def test_an_answer_of_weight_0_carries_no_loss(tokenizers: dict[str, ChatTokenizer]):
     tokenizer = tokenizers["chatml"]
     talk = [USER, {**SHORT, "weight": 0}, USER, {**ANSWER, "weight": 1}]
-    weighted = tokenizer.encode_conversation(row(talk))
+    weighted = tokenizer.encode_example(row(talk))
     assert supervised_text(tokenizer, weighted) == [ANSWER["content"] + "<|im_end|>"]
-    plain = tokenizer.encode_conversation(row([USER, SHORT, USER, ANSWER]))
+    plain = tokenizer.encode_example(row([USER, SHORT, USER, ANSWER]))
     assert weighted.tokens.tolist() == plain.tokens.tolist()
-    assert tokenizer.encode_conversation(row(talk[:2])).supervised == 0
+    assert tokenizer.encode_example(row(talk[:2])).supervised == 0
+
+
+def test_a_weight_and_nulls_never_reach_the_template(tmp_path: Path, folders: dict[str, Path]):
+    source = "{% for m in messages %}{{ m.weight is defined }} {{ m.name is defined }} {{ m.content }}{% endfor %}"
+    tokenizer = ChatTokenizer.from_dir(_with_template(folders["chatml"], tmp_path, source))
+    assert tokenizer.render([{**SHORT, "weight": 1, "name": None}]) == "False False Paris"
 
 
 def test_train_on_input_gives_all_tokens_loss_but_the_first_and_messages_of_weight_0(
     tokenizers: dict[str, ChatTokenizer],
 ):
     tokenizer = tokenizers["llama3"]
-    everything = tokenizer.encode_conversation(row([USER, SHORT, USER, ANSWER]), train_on_input=True)
+    everything = tokenizer.encode_example(row([USER, SHORT, USER, ANSWER]), train_on_input=True)
     assert everything.weights.tolist() == [0.0] + [1.0] * (len(everything.tokens) - 1)
-    muted = tokenizer.encode_conversation(row([USER, {**SHORT, "weight": 0}, USER, ANSWER]), train_on_input=True)
+    muted = tokenizer.encode_example(row([USER, {**SHORT, "weight": 0}, USER, ANSWER]), train_on_input=True)
     unsupervised = [run["text"] for run in tokenizer.segments(muted, 10**9) if not run["supervised"]]
     assert unsupervised == ["<|begin_of_text|>", "Paris<|eot_id|>"]
 
@@ -205,18 +212,18 @@ def test_an_answer_that_changes_when_messages_follow_is_refused_unless_its_weigh
     )
     tokenizer = ChatTokenizer.from_dir(_with_template(folders["chatml"], tmp_path, source))
     with pytest.raises(DataInvalid) as caught:
-        tokenizer.encode_conversation(row([USER, SHORT, USER, ANSWER]))
+        tokenizer.encode_example(row([USER, SHORT, USER, ANSWER]))
     assert (caught.value.row, caught.value.pointer) == (7, "/messages/1")
     assert "assistant\\n<think></think>Paris" in caught.value.message
     assert "give it weight 0" in caught.value.message
-    encoded = tokenizer.encode_conversation(row([USER, {**SHORT, "weight": 0}, USER, ANSWER]))
+    encoded = tokenizer.encode_example(row([USER, {**SHORT, "weight": 0}, USER, ANSWER]))
     assert supervised_text(tokenizer, encoded) == ["<think></think>" + ANSWER["content"] + "<|im_end|>"]
 
 
 def test_a_system_message_that_goes_missing_once_the_answer_is_there_is_refused(tokenizers: dict[str, ChatTokenizer]):
     # Training would see no system message where inference shows one.
     with pytest.raises(DataInvalid, match="put its text into the user message"):
-        tokenizers["mistral-late-system"].encode_conversation(row([SYSTEM, USER, ANSWER]))
+        tokenizers["mistral-late-system"].encode_example(row([SYSTEM, USER, ANSWER]))
 
 
 def test_a_conversation_the_template_refuses_names_the_row_and_its_reason(tokenizers: dict[str, ChatTokenizer]):
@@ -228,11 +235,11 @@ def test_a_conversation_the_template_refuses_names_the_row_and_its_reason(tokeni
         ("gemma", [USER, {"role": "assistant", "tool_calls": [CALL]}], "drops tool_calls"),
     ):
         with pytest.raises(DataInvalid) as caught:
-            tokenizers[name].encode_conversation(row(talk))
+            tokenizers[name].encode_example(row(talk))
         assert caught.value.row == 7
         assert reason in caught.value.message
     with pytest.raises(DataInvalid, match="row 7: the model's chat template takes no tools"):
-        tokenizers["chatml"].encode_conversation(row([USER, ANSWER], [TOOL]))
+        tokenizers["chatml"].encode_example(row([USER, ANSWER], [TOOL]))
     with pytest.raises(InvalidField, match="System role not supported"):
         tokenizers["gemma"].encode_prompt([SYSTEM, USER])
     with pytest.raises(InvalidField, match="unpaired surrogate"):
@@ -322,7 +329,7 @@ def test_supervised_tokens_are_the_answers_and_what_truncation_left_of_them(
         assume(all(answers))
     # A line break at the start of an answer may merge with the header's, or belong to a token that swallows space.
     assume(not any(answer[0].isspace() if family.rstrip else answer[0] == "\n" for answer in answers))
-    encoded = tokenizer.encode_conversation(row(talk))
+    encoded = tokenizer.encode_example(row(talk))
     kept = encoded.tokens[encoded.weights == 1].tolist()
     expected = "".join(family.lead + answer + family.end_of_turn for answer in answers)
     text = tokenizer.decode(kept, skip_special_tokens=False)
@@ -355,7 +362,13 @@ def test_a_data_set_is_tokenized_with_a_report_of_what_happened(tokenizers: dict
         "supervised_tokens": 2 + 4 + 2,
         "longest_row_tokens": dataset.report["longest_row_tokens"],
         "truncated": {"count": 2, "first_rows": [1, 2]},
-        "dropped": {"count": 1, "first_rows": [2]},
+        "dropped": {
+            "count": 1,
+            "first_rows": [2],
+            "overlength": {"count": 0, "first_rows": []},
+            "unsupervised": {"count": 1, "first_rows": [2]},
+        },
+        "control_tokens": {"count": 0, "first_rows": []},
     }
     assert dataset.report["longest_row_tokens"] > 200
 

@@ -10,9 +10,11 @@ import pytest
 from apis.datasets.models import Row, RowsDataSource
 from apis.errors import DataInvalid
 from apis.post_training.models import DatasetFormat
-from post_training.data.formats import detect_format, to_conversation
+from post_training.data.formats import detect_format, to_example
 from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
+from post_training.data.types import Conversation
+from tests.shared_data import shared_rows
 
 USER = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
@@ -89,10 +91,16 @@ GOOD: list[tuple[DatasetFormat, Row, list[dict[str, Any]]]] = [
 ]
 
 
+def conversation_of(row: Row, index: int, data_format: DatasetFormat) -> Conversation:
+    example = to_example(row, index, data_format)
+    assert isinstance(example, Conversation)
+    return example
+
+
 @pytest.mark.parametrize(("data_format", "row", "expected"), GOOD)
 def test_a_good_row_becomes_these_messages(data_format: DatasetFormat, row: Row, expected: list[dict[str, Any]]):
     assert detect_format({**row, "id": 7}) is data_format
-    conversation = to_conversation({**row, "id": 7}, 5, data_format)
+    conversation = conversation_of({**row, "id": 7}, 5, data_format)
     assert conversation.row == 5
     assert conversation.messages == expected
 
@@ -162,7 +170,7 @@ BAD: list[tuple[DatasetFormat, Row, str, str]] = [
 @pytest.mark.parametrize(("data_format", "row", "pointer", "reason"), BAD)
 def test_a_bad_row_is_named_by_number_and_pointer(data_format: DatasetFormat, row: Row, pointer: str, reason: str):
     with pytest.raises(DataInvalid) as caught:
-        to_conversation(row, 900, data_format)
+        to_example(row, 900, data_format)
     assert (caught.value.row, caught.value.pointer) == (900, pointer)
     assert caught.value.message.startswith(f"row 900, {pointer}: ")
     assert reason in caught.value.message
@@ -170,7 +178,7 @@ def test_a_bad_row_is_named_by_number_and_pointer(data_format: DatasetFormat, ro
 
 def test_a_missing_column_names_itself_and_the_columns_seen():
     with pytest.raises(DataInvalid) as caught:
-        to_conversation({"instruction": "a", "response": "b"}, 3, DatasetFormat.alpaca)
+        to_example({"instruction": "a", "response": "b"}, 3, DatasetFormat.alpaca)
     assert caught.value.pointer == "/output"
     assert "'output'" in caught.value.message
     assert "'instruction', 'response'" in caught.value.message
@@ -178,21 +186,21 @@ def test_a_missing_column_names_itself_and_the_columns_seen():
 
 def test_columns_that_fit_no_format_name_the_formats_there_are():
     with pytest.raises(DataInvalid) as caught:
-        detect_format({"conversations": [], "id": 1})
-    assert "'conversations', 'id'" in caught.value.message
+        detect_format({"chat": [], "id": 1})
+    assert "'chat', 'id'" in caught.value.message
     for data_format in DatasetFormat:
         assert data_format.value in caught.value.message
 
 
 def test_tools_are_read_from_a_list_or_its_json_text():
     for tools in ([TOOL], json.dumps([TOOL])):
-        assert to_conversation(messages(USER, ANSWER, tools=tools), 0, DatasetFormat.messages).tools == [TOOL]
+        assert conversation_of(messages(USER, ANSWER, tools=tools), 0, DatasetFormat.messages).tools == [TOOL]
     for tools in (None, [], "", "[]"):
-        assert to_conversation(messages(USER, ANSWER, tools=tools), 0, DatasetFormat.messages).tools is None
+        assert conversation_of(messages(USER, ANSWER, tools=tools), 0, DatasetFormat.messages).tools is None
 
 
 def check(rows: list[Row], data_format: DatasetFormat | None = None, **limits: int):
-    return check_rows(open_rows(RowsDataSource(rows=rows), SourcePolicy()), data_format, **limits)
+    return check_rows(open_rows(RowsDataSource(rows=rows), SourcePolicy()), data_format, None, **limits)
 
 
 def test_every_row_of_a_small_data_set_is_checked():
@@ -213,3 +221,42 @@ def test_of_a_large_data_set_the_first_rows_are_checked():
     assert (by_rows.rows, by_rows.complete) == (49, False)
     with pytest.raises(DataInvalid, match="row 0, /dialog"):
         check(rows, DatasetFormat.dialog, limit_bytes=1000)
+
+
+def test_the_roles_that_no_format_knows_are_refused_by_name():
+    for data_format, row, pointer in (
+        (DatasetFormat.messages, messages(USER, {"role": "bot", "content": "4"}), "/messages/1/role"),
+        (DatasetFormat.dialog, {"dialog": [USER, {"role": "bot", "content": "4"}]}, "/dialog/1/role"),
+        (DatasetFormat.sharegpt, {"conversations": [{"from": "bot", "value": "4"}]}, "/conversations/0/from"),
+    ):
+        with pytest.raises(DataInvalid, match="found 'bot'") as caught:
+            to_example(row, 3, data_format)
+        assert (caught.value.row, caught.value.pointer) == (3, pointer)
+
+
+def test_preference_rows_are_sent_to_preference_optimize():
+    for row in (
+        {"prompt": "2 + 2?", "chosen": "4", "rejected": "5"},
+        {"conversations": [{"from": "human", "value": "2 + 2?"}], "chosen": {}, "rejected": {}},
+        {"chosen": "4", "rejected": "5"},
+    ):
+        with pytest.raises(DataInvalid, match="preference_optimize") as caught:
+            detect_format(row)
+        assert caught.value.row == 0
+
+
+def test_real_preference_rows_are_recognised():
+    for row in shared_rows("dpo_en_demo.jsonl"):
+        with pytest.raises(DataInvalid, match="preference_optimize"):
+            detect_format(row)
+
+
+@pytest.mark.parametrize("name", ["alpaca_en_demo.jsonl", "alpaca_zh_demo.jsonl"])
+def test_real_alpaca_rows_become_a_question_and_an_answer(name: str):
+    rows = shared_rows(name)
+    assert check(rows[:1000]).format is DatasetFormat.alpaca
+    for index, row in enumerate(rows):
+        question, answer = conversation_of(row, index, DatasetFormat.alpaca).messages
+        assert question["content"].startswith(row["instruction"])
+        assert question["content"].endswith(row["input"] or row["instruction"])
+        assert answer == {"role": "assistant", "content": row["output"]}

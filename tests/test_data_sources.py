@@ -6,21 +6,25 @@ import base64
 import csv
 import io
 import json
+import math
 import os
 import subprocess
 import sys
 import textwrap
 import time
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from apis.datasets.models import DataSource, RowsDataSource, URIDataSource
 from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge, Unavailable
-from post_training.data import sources
+from post_training.data import reader_process
 from post_training.data.records import encode_rows, parse_json_lines
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.worker.hf_sources import parse_hub_uri, read_hub_rows, read_rows
@@ -165,8 +169,8 @@ def test_other_data_uris_read_as_rows(uri: str):
         ("lsfs://a.jsonl", "not read over 'lsfs'"),
         ("huggingface://datasets/org/name", "allow_hub: true"),
         ("file://host/a.jsonl", "names no host"),
-        ("a.parquet", "data files end in .csv, .json, .jsonl"),
-        ("a", "data files end in .csv, .json, .jsonl"),
+        ("a.arrow", "data files end in .csv, .json, .jsonl, .parquet"),
+        ("a", "data files end in .csv, .json, .jsonl, .parquet"),
         ("a\0.jsonl", "NUL"),
     ],
 )
@@ -291,7 +295,7 @@ def hub_program(folder: Path, monkeypatch: pytest.MonkeyPatch, code: str) -> Non
     """Have `code` run in place of the hub's reader, which would need the hub."""
     (folder / "stands_in_for_the_hub.py").write_text(textwrap.dedent(code))
     monkeypatch.setenv("PYTHONPATH", str(folder))
-    monkeypatch.setattr(sources, "HUB_MODULE", "stands_in_for_the_hub")
+    monkeypatch.setattr(reader_process, "READER_MODULE", "stands_in_for_the_hub")
 
 
 HUB = "huggingface://datasets/org/name"
@@ -299,7 +303,7 @@ HUB = "huggingface://datasets/org/name"
 
 def test_a_hub_that_keeps_a_request_waiting_is_given_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     hub_program(tmp_path, monkeypatch, """print('{"n": 0}', flush=True); import time; time.sleep(60)""")
-    monkeypatch.setattr(sources, "HUB_SECONDS", 2.0)
+    monkeypatch.setattr(reader_process, "READER_SECONDS", 2.0)
     rows = iter(open_rows(URIDataSource(uri=HUB), SourcePolicy(allow_hub=True)))
     assert next(rows) == {"n": 0}
     began = time.monotonic()
@@ -341,8 +345,8 @@ def test_the_hubs_reader_ends_with_the_process_that_wants_the_rows(tmp_path: Pat
     code = """
         import os, signal
         from apis.datasets.models import URIDataSource
-        from post_training.data import sources
-        sources.HUB_MODULE = "stands_in_for_the_hub"
+        from post_training.data import reader_process, sources
+        reader_process.READER_MODULE = "stands_in_for_the_hub"
         policy = sources.SourcePolicy(allow_hub=True)
         rows = iter(sources.open_rows(URIDataSource(uri="huggingface://datasets/org/name"), policy))
         print(next(rows)["pid"], flush=True)
@@ -362,6 +366,65 @@ def running(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except FileNotFoundError:
         return False
+
+
+def parquet(folder: Path, rows: list[dict[str, Any]], **options: Any) -> Path:
+    path = folder / "a.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path, **options)
+    return path
+
+
+def test_a_parquet_file_gives_its_rows_nested_values_and_all(tmp_path: Path):
+    message = {"role": "user", "content": "a\u2028b"}
+    rows = [{"messages": [message, {**message, "role": "assistant"}], "n": n, "score": 0.5} for n in range(1000)]
+    parquet(tmp_path, rows, row_group_size=300)
+    assert read("a.parquet", allowed_roots=[str(tmp_path)]) == rows
+
+
+def test_the_parquet_file_that_was_checked_is_the_one_that_is_read(tmp_path: Path):
+    path = parquet(tmp_path, ROWS)
+    path.rename(tmp_path / "real.parquet")
+    outside = tmp_path / "root"
+    outside.mkdir()
+    (outside / "link.parquet").symlink_to(tmp_path / "real.parquet")
+    assert "allowed_roots" in refusal("link.parquet", allowed_roots=[str(outside)]).message
+    assert read("real.parquet", allowed_roots=[str(tmp_path)]) == ROWS
+
+
+@pytest.mark.parametrize(
+    ("value", "reason"),
+    [
+        (b"\xff", "row 1: has no JSON form: Object of type bytes"),
+        (datetime(2024, 2, 29), "row 1: has no JSON form: Object of type datetime"),
+        (math.nan, "row 1: has no JSON form: Out of range float"),
+    ],
+)
+def test_a_parquet_value_without_a_json_form_names_its_row(tmp_path: Path, value: object, reason: str):
+    parquet(tmp_path, [{"a": None}, {"a": value}])
+    error = refusal("a.parquet", allowed_roots=[str(tmp_path)])
+    assert isinstance(error, DataInvalid)
+    assert reason in error.message
+
+
+def test_a_broken_parquet_file_is_the_datas_fault(tmp_path: Path):
+    path = parquet(tmp_path, ROWS)
+    whole = path.read_bytes()
+    for content in (b"", b"no parquet", whole[: len(whole) // 2], b"PAR1" + bytes(100) + b"PAR1"):
+        path.write_bytes(content)
+        error = refusal("a.parquet", allowed_roots=[str(tmp_path)])
+        assert isinstance(error, DataInvalid)
+        assert "Parquet file cannot be read" in error.message
+        assert str(tmp_path) not in error.message
+    pyarrow.parquet.write_table(pyarrow.table({"a": []}), path)
+    with pytest.raises(DataInvalid, match="no rows"):
+        read("a.parquet", allowed_roots=[str(tmp_path)])
+
+
+def test_of_a_parquet_file_no_more_is_read_than_is_asked_for(tmp_path: Path):
+    parquet(tmp_path, [{"n": n} for n in range(100_000)])
+    rows = iter(open_rows(URIDataSource(uri="a.parquet"), SourcePolicy(allowed_roots=[str(tmp_path)])))
+    assert [next(rows) for _ in range(3)] == [{"n": 0}, {"n": 1}, {"n": 2}]
+    rows.close()  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def test_a_local_folder_reads_through_the_datasets_library(tmp_path: Path):
@@ -404,6 +467,6 @@ def test_a_hub_name_that_is_also_a_local_folder_is_refused(tmp_path: Path, monke
 def test_the_data_floor_imports_without_torch_transformers_or_datasets():
     code = (
         "import sys, post_training.data.preflight, post_training.catalog.datasets\n"
-        "print(sorted({'torch', 'transformers', 'datasets', 'torchtune', 'peft'} & set(sys.modules)))"
+        "print(sorted({'torch', 'transformers', 'datasets', 'pyarrow', 'torchtune', 'peft'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

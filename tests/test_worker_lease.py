@@ -124,9 +124,12 @@ def test_its_own_end_of_the_job_is_not_taken_for_a_loss(store: JobStore):
         assert lease.stop_reason is None
 
 
-def test_sigterm_asks_to_stop_and_a_cancel_does_not_hide_it(store: JobStore):
+def test_sigterm_asks_to_stop_and_a_cancel_goes_before_it(store: JobStore):
     with lease_of(store, look_seconds=0.05) as lease:
         os.kill(os.getpid(), signal.SIGTERM)
+        assert lease.stop_reason == "stopped"
         store.request_cancel("one")
         time.sleep(0.3)
-        assert lease.stop_reason == "stopped"
+        assert lease.stop_reason == "cancelled"
+        os.kill(os.getpid(), signal.SIGTERM)
+        assert lease.stop_reason == "cancelled"

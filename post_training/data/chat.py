@@ -1,11 +1,11 @@
-"""Messages to tokens and loss weights, by the model's own tokenizer and chat template.
+"""Messages and plain text to tokens and loss weights, by the model's own tokenizer and chat template.
 
 Which tokens are answers follows from rendering the conversation message by message, never from searching its text.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
 from datetime import datetime
 from pathlib import Path
 from typing import Any
@@ -15,19 +15,15 @@ from numpy.typing import NDArray
 from tokenizers import Encoding, Tokenizer
 
 from apis.errors import DataInvalid, InvalidField, ModelInvalid
+from post_training.data.chat_checks import ControlTokens
+from post_training.data.chat_spans import RenderedRow, RowRenderer, Span
 from post_training.data.template import ChatTemplate, read_json, read_special_tokens, read_template_sources
-from post_training.data.types import Conversation, Message, TokenizedRow
+from post_training.data.types import Conversation, Example, Message, TokenizedRow
 
-_EXCERPT = 60
-
-
-@dataclass(frozen=True)
-class _Span:
-    """Characters [start, end) of a rendering that one assistant message takes, from its first to its end of turn."""
-
-    start: int
-    end: int
-    weight: float
+# Rows that are rendered, then tokenized, together: alternating by row costs half as much time again, for both
+# interpreter and tokenizer then find the processor's caches full of the other's memory.
+_CHUNK_ROWS = 256
+_CHUNK_CHARACTERS = 2**18
 
 
 class ChatTokenizer:
@@ -45,10 +41,17 @@ class ChatTokenizer:
         self._tokenizer = tokenizer
         self._template = template
         self._special_tokens = special_tokens
-        self._added = np.array(sorted(tokenizer.get_added_tokens_decoder()), dtype=np.int64)
         self._text_prefix = _take_text_prefix(tokenizer)
         self.vocab_size = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
-        self.stop_ids = self._find_stop_ids(eos_ids)
+        added = tokenizer.get_added_tokens_decoder()
+        self._eos = tokenizer.token_to_id(special_tokens.get("eos_token", ""))
+        known_stops = eos_ids | ({self._eos} if self._eos is not None else set())
+        special = {index for index, token in added.items() if token.special}
+        self._added = self._lookup(added)
+        self._ends_turn = self._lookup(special | known_stops)
+        self._control = ControlTokens(added[index].content for index in sorted(special))
+        self._renderer = RowRenderer(self.render, self._control, special_tokens.get("eos_token", ""))
+        self.stop_ids = frozenset(known_stops | self._turn_end_ids())
 
     @classmethod
     def from_dir(cls, model_dir: Path, now: datetime | None = None) -> ChatTokenizer:
@@ -98,37 +101,39 @@ class ChatTokenizer:
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of bare text, after the BOS token where the model has one. Raises InvalidField."""
-        ids = self._encode(text).ids
-        return ids if ids[: len(self._text_prefix)] == self._text_prefix else [*self._text_prefix, *ids]
+        return self._with_prefix(self._encode(text).ids)
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
 
-    def encode_conversation(self, conversation: Conversation, train_on_input: bool = False) -> TokenizedRow:
-        """Tokens and weights of one row; none are supervised where every message has weight 0.
+    def encode_example(self, example: Example, train_on_input: bool = False) -> TokenizedRow:
+        """Tokens and weights of one row, as `encode_examples` has them."""
+        return next(self.encode_examples([example], train_on_input))
+
+    def encode_examples(self, examples: Iterable[Example], train_on_input: bool = False) -> Iterator[TokenizedRow]:
+        """Tokens and weights of each row, in order; none are supervised where every message has weight 0.
 
         The whole rendering is tokenized at once, as at inference. A token of each assistant message, and of its end
         of turn, has weight 1; the template's white space after the end of turn has not. A token in which prompt and
-        answer merge is supervised. With `train_on_input` every token but the first has weight 1, apart from
-        messages of weight 0.
+        answer merge is supervised. Where a template ends an answer with no token of its own, the control token that
+        begins the next message ends it and is supervised; after the last answer EOS is added for it. With
+        `train_on_input` every token but the first has weight 1, apart from messages of weight 0.
+
+        Plain text is BOS where the model has one, the text, and EOS; every token but the first has weight 1.
 
         Raises:
-            DataInvalid: the template refuses the row, or renders a message differently once others follow it.
+            DataInvalid: the template refuses the row, drops a part of it, or renders a message differently once
+                others follow it.
             ModelInvalid: the model has no chat template.
         """
-        try:
-            text = self.render(conversation.messages, conversation.tools)
-            spans = self._answer_spans(conversation, text, 0.0 if train_on_input else 1.0)
-            encoding = self._encode(text)
-        except InvalidField as error:
-            raise DataInvalid(error.message, row=conversation.row) from error
-        ids = np.array(encoding.ids, dtype=np.int32)
-        weights = np.full(len(ids), float(train_on_input), dtype=np.float32)
-        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
-        for span in spans:
-            weights[self._tokens_of(span, text, ids, offsets)] = span.weight
-        weights[:1] = 0
-        return TokenizedRow(conversation.row, ids, weights)
+        rendered = (self._renderer.render_row(example, train_on_input) for example in examples)
+        for chunk in _chunks(rendered):
+            encodings = [self._encode_row(row) for row in chunk]
+            yield from map(self._weighted, chunk, encodings)
+
+    def has_control_text(self, example: Example) -> bool:
+        """Whether the row's own text holds the text of a control token, which becomes that token."""
+        return self._control.found_in(example)
 
     def segments(self, row: TokenizedRow, max_characters: int) -> list[dict[str, Any]]:
         """The row as text, cut into runs that carry loss and runs that do not: `{"text", "supervised"}`."""
@@ -141,64 +146,104 @@ class ChatTokenizer:
             left -= len(text)
         return runs
 
+    def _with_prefix(self, ids: list[int]) -> list[int]:
+        return ids if ids[: len(self._text_prefix)] == self._text_prefix else [*self._text_prefix, *ids]
+
+    def _closed(self, ids: list[int]) -> list[int]:
+        return ids if self._eos is None or ids[-1:] == [self._eos] else [*ids, self._eos]
+
     def _encode(self, text: str) -> Encoding:
         try:
             return self._tokenizer.encode(text, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
             raise InvalidField("the text holds an unpaired surrogate, which is not text", param="messages") from None
 
-    def _answer_spans(self, conversation: Conversation, text: str, weight: float) -> list[_Span]:
-        """Spans of the assistant messages whose message weight is 1 (`weight` 1) or 0 (`weight` 0)."""
-        wanted = [
-            i
-            for i, message in enumerate(conversation.messages)
-            if message["role"] == "assistant" and message.get("weight", 1) == weight
-        ]
-        return [self._answer_span(conversation, i, text, weight) for i in wanted]
+    def _encode_row(self, row: RenderedRow) -> Encoding:
+        try:
+            return self._encode(row.text)
+        except InvalidField as error:
+            raise DataInvalid(error.message, row=row.row) from error
 
-    def _answer_span(self, conversation: Conversation, i: int, text: str, weight: float) -> _Span:
-        messages, tools = conversation.messages, conversation.tools
-        prompt = self.render(messages[:i], tools, add_generation_prompt=True)
-        answered = text if i + 1 == len(messages) else self.render(messages[: i + 1], tools)
-        # Phi-3 closes every rendering with EOS, which is not there when more messages follow.
-        closing = self._special_tokens.get("eos_token", "")
-        if closing and not text.startswith(answered):
-            answered = answered.removesuffix(closing)
-        for part in (prompt, answered):
-            if not text.startswith(part):
-                raise DataInvalid(_mismatch(part, text), row=conversation.row, pointer=f"/messages/{i}")
-        return _Span(len(prompt), len(answered), weight)
+    def _weighted(self, row: RenderedRow, encoding: Encoding) -> TokenizedRow:
+        """The row's tokens, with what a text needs at its ends, and their weights."""
+        if row.plain:
+            ids = self._closed(self._with_prefix(encoding.ids))
+            weights = np.full(len(ids), row.base, dtype=np.float32)
+        else:
+            ids, weights = self._conversation(row, encoding)
+        weights[:1] = 0
+        return TokenizedRow(row.row, np.array(ids, dtype=np.int32), weights)
+
+    def _conversation(self, row: RenderedRow, encoding: Encoding) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
+        ids = np.array(encoding.ids, dtype=np.int32)
+        offsets = np.array(encoding.offsets, dtype=np.int64).reshape(-1, 2)
+        # A token may have no characters of its own, such as a later byte of a character.
+        begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
+        weights = np.full(len(ids), row.base, dtype=np.float32)
+        for span in row.spans:
+            weights[self._tokens_of(span, row.text, ids, begins, ends)] = span.weight
+        if row.ends_in_answer and self._eos is not None and self._is_open(row.text, ids, begins):
+            ids, weights = np.append(ids, np.int32(self._eos)), np.append(weights, np.float32(1))
+        return ids, weights
 
     def _tokens_of(
-        self, span: _Span, text: str, ids: NDArray[np.int32], offsets: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
-        """[n] which tokens belong to the span."""
-        begins, ends = offsets[:, 0], np.maximum(offsets[:, 1], offsets[:, 0] + 1)
-        added = np.isin(ids, self._added)
-        inside = (ends > span.start) & (begins < span.end)
+        self, span: Span, text: str, ids: NDArray[np.int32], begins: NDArray[np.int64], ends: NDArray[np.int64]
+    ) -> NDArray[np.int64]:
+        """[k] indices of the tokens of an answer and of its end of turn, of tokens at characters [begin, end)."""
         # A control token that swallows white space (`rstrip`) may reach into the answer, but is no part of it.
-        inside &= ~added | (begins >= span.start)
-        closing = np.flatnonzero(inside & added)
-        if len(closing) and not text[ends[closing[-1]] : span.end].strip():
-            inside[closing[-1] + 1 :] = False
-        return inside
+        inside = (ends > span.start) & (begins < span.end) & (~self._added[ids] | (begins >= span.start))
+        tokens = np.flatnonzero(inside)
+        closing = np.flatnonzero(self._ends_turn[ids[tokens]])
+        if len(closing) and not text[ends[tokens[closing[-1]]] : span.end].strip():
+            tokens = tokens[: closing[-1] + 1]
+        follower = int(np.searchsorted(begins, span.end))
+        if len(tokens) and follower < len(ids) and not self._ends_turn[ids[tokens[-1]]]:
+            tokens = np.append(tokens, follower) if self._ends_turn[ids[follower]] else tokens
+        return tokens
 
-    def _find_stop_ids(self, eos_ids: frozenset[int]) -> frozenset[int]:
-        eos = self._tokenizer.token_to_id(self._special_tokens.get("eos_token", ""))
-        found = eos_ids | ({eos} if eos is not None else set())
-        return frozenset(found | self._turn_end_ids())
+    def _is_open(self, text: str, ids: NDArray[np.int32], begins: NDArray[np.int64]) -> bool:
+        """Whether no control token closes the text, white space aside."""
+        final = int(np.searchsorted(begins, len(text.rstrip()))) - 1
+        return final >= 0 and not self._ends_turn[ids[final]]
+
+    def _lookup(self, ids: Iterable[int]) -> NDArray[np.bool_]:
+        """[vocab_size] whether each id is one of `ids`."""
+        table = np.zeros(self.vocab_size, dtype=np.bool_)
+        table[[index for index in ids if 0 <= index < self.vocab_size]] = True
+        return table
 
     def _turn_end_ids(self) -> set[int]:
-        """The token with which the template ends an assistant's turn, told from a rendered sample."""
+        """The tokens with which the template ends an assistant's turn, told from rendered samples."""
         if self._template is None:
             return set()
-        sample: list[Message] = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-        try:
-            row = self.encode_conversation(Conversation(0, sample))
-        except DataInvalid:
-            return set()
-        answer = row.tokens[row.weights != 0]
-        return set(answer[np.isin(answer, self._added)].tolist())
+        question, answer = {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}
+        found: set[int] = set()
+        for sample in ([question, answer], [question, answer, question]):
+            try:
+                row = self.encode_example(Conversation(0, sample))
+            except DataInvalid:
+                continue
+            supervised = row.tokens[row.weights != 0]
+            answer_text = np.flatnonzero(~self._ends_turn[supervised])
+            found.update(supervised[answer_text[-1] + 1 :].tolist() if len(answer_text) else ())
+        return found
+
+
+def _chunks(rows: Iterable[RenderedRow]) -> Iterator[list[RenderedRow]]:
+    """Rows in runs; those before a row that cannot be rendered come before its error."""
+    chunk: list[RenderedRow] = []
+    characters = 0
+    try:
+        for row in rows:
+            chunk.append(row)
+            characters += len(row.text)
+            if len(chunk) == _CHUNK_ROWS or characters >= _CHUNK_CHARACTERS:
+                yield chunk
+                chunk, characters = [], 0
+    except DataInvalid:
+        yield chunk
+        raise
+    yield chunk
 
 
 def truncate(row: TokenizedRow, max_seq_len: int) -> TokenizedRow:
@@ -224,14 +269,3 @@ def _configured_eos_ids(model_dir: Path) -> frozenset[int]:
         value = read_json(model_dir / file).get("eos_token_id")
         found.update(value if isinstance(value, list) else [] if value is None else [value])
     return frozenset(found)
-
-
-def _mismatch(part: str, whole: str) -> str:
-    same = next((k for k, (a, b) in enumerate(zip(part, whole, strict=False)) if a != b), min(len(part), len(whole)))
-    start = max(0, same - _EXCERPT)
-    return (
-        "the chat template renders this answer differently when other messages follow or precede it, so its tokens "
-        f"cannot be told: alone …{part[start : same + _EXCERPT]!r}, in the whole …{whole[start : same + _EXCERPT]!r}. "
-        "Split the conversation so that this answer comes last, or give it weight 0; where a system message moves or "
-        "goes missing, put its text into the user message"
-    )

@@ -4,39 +4,34 @@ from __future__ import annotations
 
 import base64
 import binascii
+import hashlib
 import io
-import json
 import os
 import re
-import selectors
-import signal
 import stat
-import subprocess
-import tempfile
-import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, BinaryIO
-from urllib.parse import unquote, unquote_to_bytes, urlsplit
+from typing import BinaryIO, Literal
+from urllib.parse import parse_qsl, unquote, unquote_to_bytes, urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
 from apis.datasets.models import DataSource, Row, RowsDataSource, URIDataSource
-from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge, Unavailable
+from apis.errors import DataInvalid, InvalidField, TooLarge
+from post_training.data.reader_process import HUB, PARQUET, read_in_process
 from post_training.data.records import RecordKind, encode_rows, parse_json_lines, parse_records
-from post_training.processes import LIFELINE, tied_module, torch_environment
 
-# Run as a short-lived process, so that neither the server nor this floor ever imports `datasets`.
-HUB_MODULE = "post_training.worker.hf_sources"
-# The hub has this long for each thousand rows. A request reads a dozen at most, so it waits no longer than that.
-HUB_SECONDS = 120.0
-_HUB_ROWS = 1000
-_HUB_CHUNK_BYTES = 2**16
 DEFAULT_MAX_INLINE_BYTES = 64 * 2**20
 _PARAM = "source.uri"
+_COMMIT = re.compile("[0-9a-f]{40}")
+_HASHED_BYTES = 2**20
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
-_SUFFIXES: dict[str, RecordKind] = {".jsonl": "jsonl", ".json": "json", ".csv": "csv"}
+_SUFFIXES: dict[str, RecordKind | Literal["parquet"]] = {
+    ".jsonl": "jsonl",
+    ".json": "json",
+    ".csv": "csv",
+    ".parquet": "parquet",
+}
 _MEDIA_TYPES: dict[str, RecordKind] = {
     "text/csv": "csv",
     "application/csv": "csv",
@@ -81,8 +76,15 @@ class RowReader:
         size_bytes: bytes of the source, None where unknown.
     """
 
-    def __init__(self, open_stream: Callable[[], Iterator[Row]], size_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        open_stream: Callable[[], Iterator[Row]],
+        size_bytes: int | None = None,
+        digest: Callable[[], str] | None = None,
+    ) -> None:
+        """`digest`: see the method; None where the same source may give other rows at any time."""
         self._open = open_stream
+        self._digest = digest
         self._count: int | None = None
         self.size_bytes = size_bytes
 
@@ -95,6 +97,14 @@ class RowReader:
         if count == 0:
             raise DataInvalid("the data set has no rows; it needs at least one")
         self._count = count
+
+    def digest(self) -> str | None:
+        """sha256 of what the rows are read from as it is now, hexadecimal; None where that cannot be told.
+
+        Raises:
+            DataInvalid: a file is missing or unreadable.
+        """
+        return None if self._digest is None else self._digest()
 
     def count(self) -> int:
         """How many rows there are; reads them all the first time. Raises DataInvalid as iteration does."""
@@ -154,7 +164,11 @@ def _stored_rows(path: Path, size: int | None) -> RowReader:
         with path.open("rb") as stream:
             yield from parse_json_lines(_head(stream, size))
 
-    return RowReader(rows, size)
+    def digest() -> str:
+        with path.open("rb") as stream:
+            return _sha256("jsonl", _head(stream, size))
+
+    return RowReader(rows, size, digest)
 
 
 def _head(stream: BinaryIO, size: int) -> Iterator[bytes]:
@@ -165,9 +179,17 @@ def _head(stream: BinaryIO, size: int) -> Iterator[bytes]:
 
 
 def _inline_rows(rows: list[Row], policy: SourcePolicy) -> RowReader:
-    size = len(encode_rows(rows))
-    _check_inline_size(size, policy, "source.rows")
-    return RowReader(lambda: iter(rows), size)
+    content = encode_rows(rows)
+    _check_inline_size(len(content), policy, "source.rows")
+    return RowReader(lambda: iter(rows), len(content), lambda: _sha256("jsonl", [content]))
+
+
+def _sha256(kind: str, chunks: Iterable[bytes]) -> str:
+    """Of the bytes and of how they are read."""
+    digest = hashlib.sha256(f"{kind}\n".encode())
+    for chunk in chunks:
+        digest.update(chunk)
+    return digest.hexdigest()
 
 
 def _check_inline_size(size: int, policy: SourcePolicy, param: str) -> None:
@@ -194,7 +216,7 @@ def _data_uri(uri: str, policy: SourcePolicy) -> RowReader:
     _check_inline_size(len(payload) * 3 // 4 if "base64" in parameters else 0, policy, _PARAM)
     content = _decode_payload(payload, "base64" in parameters)
     _check_inline_size(len(content), policy, _PARAM)
-    return RowReader(lambda: parse_records(io.BytesIO(content), kind), len(content))
+    return RowReader(lambda: parse_records(io.BytesIO(content), kind), len(content), lambda: _sha256(kind, [content]))
 
 
 def _decode_payload(payload: str, is_base64: bool) -> bytes:
@@ -225,9 +247,17 @@ def _file(name: str, policy: SourcePolicy) -> RowReader:
 
     def rows() -> Iterator[Row]:
         with _open_regular(path, name) as stream:
-            yield from parse_records(stream, kind)
+            if kind == "parquet":
+                # The open file travels, not its name: what was checked is what is read.
+                yield from read_in_process([f"--parquet={stream.fileno()}"], PARQUET, [stream.fileno()])
+            else:
+                yield from parse_records(stream, kind)
 
-    return RowReader(rows, size)
+    def digest() -> str:
+        with _open_regular(path, name) as stream:
+            return _sha256(kind, iter(lambda: stream.read(_HASHED_BYTES), b""))
+
+    return RowReader(rows, size, digest)
 
 
 def _resolve(name: str, policy: SourcePolicy) -> Path:
@@ -273,81 +303,10 @@ def _hub(uri: str, policy: SourcePolicy) -> RowReader:
             "the datasetio provider in run.yaml, or send the rows",
             param=_PARAM,
         )
-    return RowReader(lambda: _hub_rows(uri))
+    # A branch or a tag may move; a commit's files never change.
+    fixed = _COMMIT.fullmatch(dict(parse_qsl(urlsplit(uri).query)).get("revision", "")) is not None
+    return RowReader(lambda: _hub_rows(uri), digest=(lambda: _sha256("hub", [uri.encode()])) if fixed else None)
 
 
 def _hub_rows(uri: str) -> Iterator[Row]:
-    with tempfile.TemporaryFile() as faults, _hub_process(uri, faults) as child:
-        yield from parse_json_lines(_hub_lines(child))
-        try:
-            code = child.wait(HUB_SECONDS)
-        except subprocess.TimeoutExpired:
-            raise _too_slow() from None
-        if code != 0:
-            faults.seek(0)
-            raise _hub_error(faults.read().decode(errors="replace"))
-
-
-@contextmanager
-def _hub_process(uri: str, faults: IO[bytes]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process that reads; it ends with the block, whose caller may have read enough, or with this process."""
-    lifeline, kept = os.pipe()
-    try:
-        child = subprocess.Popen(
-            [*tied_module(HUB_MODULE), f"--uri={uri}"],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=faults,
-            pass_fds=(lifeline,),
-            start_new_session=True,
-            env={**torch_environment(), LIFELINE: str(lifeline)},
-        )
-        with child:
-            try:
-                yield child
-            finally:
-                if child.poll() is None:
-                    with suppress(ProcessLookupError):
-                        os.killpg(child.pid, signal.SIGKILL)
-    finally:
-        os.close(lifeline)
-        os.close(kept)
-
-
-def _hub_lines(child: subprocess.Popen[bytes]) -> Iterator[bytes]:
-    """Whole lines of the child's output. Raises Unavailable where they keep the reader waiting for too long."""
-    assert child.stdout is not None  # it is a pipe
-    left, parts, given = HUB_SECONDS, [], 0
-    with selectors.DefaultSelector() as selector:
-        selector.register(child.stdout, selectors.EVENT_READ)
-        while True:
-            began = time.monotonic()
-            if not selector.select(max(left, 0.0)):
-                raise _too_slow()
-            left -= time.monotonic() - began
-            chunk = os.read(child.stdout.fileno(), _HUB_CHUNK_BYTES)
-            if not chunk:
-                return  # a last line without its end is of a process that broke off, as its exit code says
-            *lines, rest = chunk.split(b"\n")
-            for line in lines:
-                yield b"".join((*parts, line, b"\n"))
-                parts, given = [], given + 1
-                if given % _HUB_ROWS == 0:
-                    left = HUB_SECONDS
-            parts.append(rest)
-
-
-def _too_slow() -> Unavailable:
-    return Unavailable(
-        f"the hub took longer than {HUB_SECONDS:g} s: try again later, or download the data set and register its files",
-        param=_PARAM,
-    )
-
-
-def _hub_error(output: str) -> PostgradError:
-    try:
-        fault = json.loads(output.strip().splitlines()[-1])
-        kind = InvalidField if fault["code"] == InvalidField.code else DataInvalid
-        return kind(fault["message"], param=_PARAM)
-    except (ValueError, LookupError, TypeError):
-        return Unavailable("the process that reads the hub broke off; is 'postgrad[torchtune]' installed?")
+    return read_in_process([f"--uri={uri}"], HUB)

@@ -28,6 +28,17 @@ class Conversation:
 
 
 @dataclass(frozen=True)
+class PlainText:
+    """One row as text without turns: continued pre-training. `row` is its 0-based number in its data set."""
+
+    row: int
+    text: str
+
+
+Example = Conversation | PlainText
+
+
+@dataclass(frozen=True)
 class TokenizedRow:
     """One row as tokens.
 

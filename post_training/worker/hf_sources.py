@@ -1,8 +1,9 @@
-"""Rows of data sets on the Hugging Face hub: the one file that imports `datasets`.
+"""Rows of data sets on the Hugging Face hub and of Parquet files: the one file that imports `datasets` and `pyarrow`.
 
-`post_training.data.sources` runs it as a process of its own:
+`post_training.data.reader_process` runs it as a process of its own:
 
     python -m post_training.worker.hf_sources --uri='huggingface://datasets/org/name?split=train'
+    python -m post_training.worker.hf_sources --parquet=0 < rows.parquet
 
 It prints the rows as JSON lines. On a fault the last line of stderr is an error object, and the exit code is 2.
 """
@@ -15,9 +16,8 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from typing import BinaryIO
 from urllib.parse import parse_qsl, unquote, urlsplit
-
-import datasets
 
 from apis.datasets.models import Row
 from apis.errors import DataInvalid, InvalidField, PostgradError
@@ -27,6 +27,7 @@ _PARAM = "source.uri"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
 # No `data_files` or `data_dir`: those name other places to read from.
 _OPTIONS = {"split", "name", "revision"}
+_PARQUET_ROWS = 256
 ERROR_EXIT_CODE = 2
 
 
@@ -58,6 +59,8 @@ def parse_hub_uri(uri: str) -> tuple[str, dict[str, str]]:
 
 def read_rows(path: str, split: str = "train", name: str | None = None, revision: str | None = None) -> Iterator[Row]:
     """Stream the rows of a hub repository or a local folder. Raises DataInvalid."""
+    import datasets  # here, since it takes seconds and a Parquet file does without
+
     try:
         rows = datasets.load_dataset(path, name=name, split=split, revision=revision, streaming=True)
         for number, row in enumerate(rows):
@@ -71,13 +74,33 @@ def read_rows(path: str, split: str = "train", name: str | None = None, revision
         raise DataInvalid(f"the data set cannot be read from the hub: {reason}", param=_PARAM) from error
 
 
+def read_parquet(stream: BinaryIO) -> Iterator[Row]:
+    """Stream the rows of a Parquet file. Raises DataInvalid, also where a value has no JSON form."""
+    import pyarrow
+    import pyarrow.parquet
+
+    number = 0
+    try:
+        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=_PARQUET_ROWS):
+            for row in batch.to_pylist():
+                encode_row(row, number)  # what has no JSON form is named here, whoever reads
+                yield row
+                number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = (str(error) or type(error).__name__).splitlines()[0]
+        raise DataInvalid(f"the Parquet file cannot be read after {number} rows: {reason}", param=_PARAM) from error
+
+
 def main(arguments: list[str] | None = None) -> int:
     """Print every row; see the module's docstring."""
-    parser = argparse.ArgumentParser(description="Print the rows of a data set on the Hugging Face hub")
-    parser.add_argument("--uri", required=True)
-    uri = parser.parse_args(arguments).uri
+    parser = argparse.ArgumentParser(description="Print the rows of a data set as JSON lines")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--uri", help="huggingface://datasets/<org>/<name>?split=train")
+    source.add_argument("--parquet", type=int, metavar="FD", help="number of an open, seekable file")
+    given = parser.parse_args(arguments)
     try:
-        for number, row in enumerate(read_hub_rows(uri)):
+        rows = read_hub_rows(given.uri) if given.uri else read_parquet(os.fdopen(given.parquet, "rb"))
+        for number, row in enumerate(rows):
             sys.stdout.buffer.write(encode_row(row, number))
         sys.stdout.buffer.flush()
     except PostgradError as error:

@@ -1,0 +1,131 @@
+"""All the rows of a job, read, checked, tokenised and planned, with the report on them. No torch here.
+
+A preflight and the job's worker both come through here, so the report before a job is the report of the job.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from apis.datasets.models import DATA_SOURCE
+from apis.errors import DataInvalid
+from post_training.data.chat import ChatTokenizer
+from post_training.data.planning import count_steps, max_seq_len, plan_epoch, split_rows, warmup_steps
+from post_training.data.preflight import TokenizedDataset, tokenize_dataset
+from post_training.data.sources import RowReader, SourcePolicy, open_rows
+from post_training.data.token_cache import TokenCache
+from post_training.data.token_key import cache_key
+from post_training.data.types import TokenizedRow
+from post_training.jobs.spec import DatasetRef, JobSpec
+
+
+@dataclass(frozen=True)
+class JobRows:
+    """What a job trains and validates on.
+
+    Attributes:
+        report: that JSON can hold: `dataset` and, where the job has them, `validation_dataset` (as `tokenize_dataset`
+            reports them, with the `fingerprint` of their rows) and `validation_split`; `seed`, `max_seq_len`,
+            `steps_per_epoch` (of the first epoch), `total_steps`, `warmup_steps`, `tokens_per_epoch`,
+            `largest_step_tokens` and `longest_kept_tokens`.
+    """
+
+    training: TokenizedDataset
+    validation: TokenizedDataset | None
+    report: dict[str, Any]
+
+
+def read_job_rows(spec: JobSpec, home: Path) -> JobRows:
+    """Read, check and tokenise everything that a job trains and validates on, or take it from the cache under `home`.
+
+    Raises:
+        DataInvalid: with the row's number; `param` names the field of the data set.
+        Unavailable: a source could not be read in time.
+    """
+    cache = TokenCache.under(home)
+    training, digest = _read(spec, spec.dataset, "dataset_id", cache)
+    report = {"dataset": digest}
+    validation = None
+    if spec.validation is not None:
+        validation, report["validation_dataset"] = _read(spec, spec.validation, "validation_dataset_id", cache)
+    config = spec.training_config.data_config
+    if validation is None and config is not None and config.validation_split is not None:
+        kept, held_out = split_rows(training.rows, config.validation_split, spec.seed)
+        training, validation = replace(training, rows=kept), replace(training, rows=held_out)
+        report["validation_split"] = {"training_rows": len(kept), "validation_rows": len(held_out)}
+    return JobRows(training, validation, {**report, **_plan_report(spec, training.rows)})
+
+
+def tokenize(spec: JobSpec, reference: DatasetRef, cache: TokenCache | None = None) -> TokenizedDataset:
+    """Read, check and tokenise a data set, or take it from the cache. Raises DataInvalid with the row's number."""
+    source = DATA_SOURCE.validate_python(reference.source)
+    reader = open_rows(source, SourcePolicy.model_validate(reference.policy))
+    content = reader.digest() if cache is not None else None
+    if cache is None or content is None:
+        return _tokenize(spec, reader)
+    key = cache_key(spec, content)
+    found = cache.get(key)
+    if found is None:
+        found = _tokenize(spec, reader)
+        # A file may be written to while it is read: only what is read the same before and after has this key.
+        if reader.digest() == content:
+            cache.put(key, found)
+    return found
+
+
+def fingerprint(rows: Sequence[TokenizedRow]) -> str:
+    """sha256 of all tokens and weights in order, hexadecimal."""
+    digest = hashlib.sha256()
+    for row in rows:
+        digest.update(len(row.tokens).to_bytes(8, "little"))
+        digest.update(row.tokens.tobytes())
+        digest.update(row.weights.tobytes())
+    return digest.hexdigest()
+
+
+def _read(
+    spec: JobSpec, reference: DatasetRef, field: str, cache: TokenCache
+) -> tuple[TokenizedDataset, dict[str, Any]]:
+    try:
+        data = tokenize(spec, reference, cache)
+    except DataInvalid as error:
+        named = DataInvalid(
+            f"data set {reference.dataset_id!r}, {error.message}", param=f"training_config.data_config.{field}"
+        )
+        named.row, named.pointer = error.row, error.pointer
+        raise named from error
+    return data, {**data.report, "fingerprint": fingerprint(data.rows)}
+
+
+def _tokenize(spec: JobSpec, reader: RowReader) -> TokenizedDataset:
+    data = spec.training_config.data_config
+    assert data is not None  # no job is accepted without
+    return tokenize_dataset(
+        reader,
+        ChatTokenizer.from_dir(Path(spec.model.base_dir), now=spec.created_at),
+        data_format=data.data_format,
+        train_on_input=bool(data.train_on_input),
+        max_seq_len=max_seq_len(spec),
+        columns=data.columns,
+        on_overlength=data.on_overlength,
+    )
+
+
+def _plan_report(spec: JobSpec, rows: Sequence[TokenizedRow]) -> dict[str, Any]:
+    plan = plan_epoch(spec, rows, 0)
+    sizes = [sum(len(rows[index].tokens) for index in step) for step in plan]
+    total = count_steps(spec, rows)
+    return {
+        "seed": spec.seed,
+        "max_seq_len": max_seq_len(spec),
+        "steps_per_epoch": len(plan),
+        "total_steps": total,
+        "warmup_steps": warmup_steps(spec.training_config.optimizer_config, total),
+        "tokens_per_epoch": sum(sizes),
+        "largest_step_tokens": max(sizes),
+        "longest_kept_tokens": max(len(row.tokens) for row in rows),
+    }

@@ -1,0 +1,89 @@
+"""Which rows a job trains on and validates on, and in which steps: the same for a preflight and for the job itself."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from apis.errors import DataInvalid
+from apis.post_training.models import OptimizerConfig
+from post_training.data.batching import epoch_order, steps
+from post_training.data.types import TokenizedRow
+from post_training.jobs.spec import JobSpec
+
+_SPLIT_STREAM = 2**32 - 1  # no epoch has this number, so no epoch's order is drawn from the same stream
+_MAX_DEFAULT_WARMUP = 100
+
+
+def max_seq_len(spec: JobSpec) -> int:
+    """The request's, else the provider's default, at most the model's context."""
+    data = spec.training_config.data_config
+    if data is not None and data.max_seq_len is not None:
+        return data.max_seq_len
+    config: dict[str, Any] = json.loads((Path(spec.model.base_dir) / "config.json").read_bytes())
+    context = config.get("max_position_embeddings")
+    return (
+        min(spec.worker.default_max_seq_len, context) if isinstance(context, int) else spec.worker.default_max_seq_len
+    )
+
+
+def plan_epoch(spec: JobSpec, rows: Sequence[TokenizedRow], epoch: int) -> list[list[int]]:
+    """The row indices of each optimizer step of an epoch."""
+    data = spec.training_config.data_config
+    assert data is not None  # no job is accepted without
+    return steps(
+        [len(row.tokens) for row in rows],
+        order=epoch_order(len(rows), data.shuffle, spec.seed, epoch),
+        batch_size=data.batch_size,
+        accumulation=spec.training_config.gradient_accumulation_steps,
+        packed=bool(data.packed),
+        max_seq_len=max_seq_len(spec),
+        max_steps=spec.training_config.max_steps_per_epoch,
+    )
+
+
+def count_steps(spec: JobSpec, rows: Sequence[TokenizedRow]) -> int:
+    """Optimizer steps of the whole job."""
+    config = spec.training_config
+    if config.data_config is not None and config.data_config.packed:
+        # How rows fill packs depends on their order, which differs from epoch to epoch.
+        return sum(len(plan_epoch(spec, rows, epoch)) for epoch in range(config.n_epochs))
+    return config.n_epochs * len(plan_epoch(spec, rows, 0))
+
+
+def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
+    """Those of the request, else a tenth of all steps, at most 100."""
+    if config.num_warmup_steps is not None:
+        return config.num_warmup_steps
+    return min(_MAX_DEFAULT_WARMUP, total_steps // 10)
+
+
+def split_rows(rows: Sequence[TokenizedRow], part: float, seed: int) -> tuple[list[TokenizedRow], list[TokenizedRow]]:
+    """Rows to train on and rows to validate on, each in their order; at least one of each.
+
+    Which go where follows from the seed and the number of rows.
+
+    Raises:
+        DataInvalid: there are fewer than two rows.
+    """
+    if len(rows) < 2:
+        raise DataInvalid(
+            "a validation_split needs at least 2 rows that can be trained on; add rows, or leave it out",
+            param="training_config.data_config.validation_split",
+        )
+    count = min(len(rows) - 1, max(1, round(part * len(rows))))
+    held_out = set(np.random.Generator(np.random.PCG64([seed, _SPLIT_STREAM])).permutation(len(rows))[:count].tolist())
+    kept = [row for index, row in enumerate(rows) if index not in held_out]
+    return kept, [rows[index] for index in sorted(held_out)]
+
+
+def validation_rows(spec: JobSpec, rows: Sequence[TokenizedRow]) -> Sequence[TokenizedRow]:
+    """All rows, or those of the first `max_validation_steps` batches."""
+    config = spec.training_config
+    if config.max_validation_steps is None or config.data_config is None:
+        return rows
+    return rows[: config.max_validation_steps * config.data_config.batch_size]
