@@ -470,7 +470,7 @@ def test_a_merge_into_phi3s_fused_modules_equals_peft(tmp_path: Path):
         ({"model.layers.9.self_attn.q_proj": (32, 32)}, {}, "no weight model.layers.9.self_attn.q_proj.weight"),
         ({"model.layers.0.self_attn.q_proj": (32, 16)}, {}, "belongs to another model"),
         (LLAMA_MODULES, {"r": 5}, "has rank 4, adapter_config.json says 5"),
-        (LLAMA_MODULES, {"use_dora": True}, "uses use_dora"),
+        (LLAMA_MODULES, {"use_dora": True}, "has only its A and B factor"),
         (LLAMA_MODULES, {"bias": "all"}, "uses bias"),
         (LLAMA_MODULES, {"peft_type": "IA3"}, "says IA3"),
     ],

@@ -16,7 +16,8 @@ from apis.errors import InvalidField, ModelInvalid, UnsupportedModel
 from apis.post_training.models import LoraFinetuningConfig
 from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter
 from providers.torchtune.architecture import RopeScaling
-from providers.torchtune.families import check_lora, check_max_seq_len, describe
+from providers.torchtune.families import check_max_seq_len, describe
+from providers.torchtune.lora_options import check_lora
 from tests.torchtune_models import CONTEXT, MODELS, UNTIED, make_model
 
 ELSEWHERE = "use a provider for Hugging Face models that computes it"
@@ -298,8 +299,8 @@ def test_an_old_constant_table_among_the_weights_is_ignored(changed):
 @pytest.mark.parametrize(
     ("case", "options", "field"),
     [
-        ("llama", {"use_dora": True}, "use_dora"),
-        ("llama", {"quantize_base": True}, "quantize_base"),
+        ("llama", {"use_dora": True, "quantize_base": True}, "use_dora"),
+        ("phi3", {"use_dora": True, "lora_attn_modules": ["q_proj", "k_proj"]}, "use_dora"),
         ("llama", {"lora_attn_modules": [], "apply_lora_to_mlp": False}, "lora_attn_modules"),
         ("llama_tied", {"apply_lora_to_output": True}, "apply_lora_to_output"),
         ("gemma", {"apply_lora_to_output": True}, "apply_lora_to_output"),
@@ -315,6 +316,10 @@ def test_lora_options_that_cannot_act_are_refused_by_field(originals, case, opti
 def test_lora_options_that_can_act_pass(originals):
     check_lora(describe(originals["llama"]), LoraFinetuningConfig(apply_lora_to_output=True))
     check_lora(describe(originals["gemma"]), LoraFinetuningConfig(lora_attn_modules=[]))
+    check_lora(describe(originals["llama"]), LoraFinetuningConfig(use_dora=True, lora_attn_modules=["q_proj"]))
+    check_lora(describe(originals["phi3"]), LoraFinetuningConfig(use_dora=True))
+    check_lora(describe(originals["phi3"]), LoraFinetuningConfig(use_dora=True, lora_attn_modules=["output_proj"]))
+    check_lora(describe(originals["gemma"]), LoraFinetuningConfig(quantize_base=True, use_rslora=True))
 
 
 def test_an_adapter_can_be_checked_against_a_request_before_any_worker_starts(originals, tmp_path):
@@ -330,10 +335,17 @@ def test_an_adapter_can_be_checked_against_a_request_before_any_worker_starts(or
         check_adapter(tmp_path, architecture, AdapterShape.of_request(LoraFinetuningConfig(rank=4, alpha=16)))
 
 
+def test_a_base_whose_weights_do_not_come_out_even_in_nf4_is_refused_by_name(tmp_path):
+    make_model(tmp_path, "llama", hidden_size=40, intermediate_size=48)
+    with pytest.raises(InvalidField, match="the 20 x 40 weights of k_proj do not come out even") as refusal:
+        check_lora(describe(tmp_path), LoraFinetuningConfig(quantize_base=True))
+    assert refusal.value.param == "algorithm_config.quantize_base"
+
+
 def test_describing_a_model_needs_no_torch(originals):
     script = (
-        "import sys; from pathlib import Path; from providers.torchtune.families import describe, check_lora; "
-        "import providers.torchtune.adapter_config; "
+        "import sys; from pathlib import Path; from providers.torchtune.families import describe; "
+        "import providers.torchtune.adapter_config, providers.torchtune.lora_options; "
         f"describe(Path({str(originals['llama'])!r})); "
         "print([m for m in ('torch', 'transformers', 'torchtune', 'safetensors') if m in sys.modules])"
     )

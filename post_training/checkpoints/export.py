@@ -42,8 +42,9 @@ TOKENIZER_FILES = (
 _MODEL_FILES = (*TOKENIZER_FILES, "generation_config.json")
 _DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16"}
-_LORA_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB])\.weight")
-_UNSUPPORTED = ("use_dora", "fan_in_fan_out", "modules_to_save", "lora_bias", "target_parameters", "layer_replication")
+_LORA_KEY = re.compile(r"base_model\.model\.(?P<module>.+)\.lora_(?P<kind>[AB]\.weight|magnitude_vector)")
+_A, _B, _MAGNITUDE = "A.weight", "B.weight", "magnitude_vector"
+_UNSUPPORTED = ("fan_in_fan_out", "modules_to_save", "lora_bias", "target_parameters", "layer_replication")
 
 
 @dataclass
@@ -89,8 +90,9 @@ def merge(base_dir: Path, adapter_dir: Path, out_dir: Path, dtype: Literal["fp32
     """Write base + adapter as a whole Hugging Face model into `out_dir`, one tensor at a time.
 
     W' = W + s * B @ A in fp32, with s = alpha / r (Hu et al. 2021, arXiv:2106.09685), or alpha / sqrt(r) where the
-    adapter says rsLoRA (Kalajdzievski 2023, arXiv:2312.03732); then saved as `dtype`. Tied embeddings stay tied: no
-    lm_head is written.
+    adapter says rsLoRA (Kalajdzievski 2023, arXiv:2312.03732). Where it says DoRA, each row of W' is brought to the
+    length that the adapter holds for it (Liu et al. 2024, arXiv:2402.09353). Then saved as `dtype`. Tied embeddings
+    stay tied: no lm_head is written.
 
     Raises:
         ModelInvalid: the adapter does not fit the base, is of a kind that cannot be merged exactly, or targets an
@@ -125,32 +127,43 @@ class _Sums:
 
 
 class LoraUpdates:
-    """The weight updates of a PEFT LoRA adapter, each to be taken once.
+    """The weight updates of a PEFT LoRA or DoRA adapter, each to be applied once.
 
     Raises:
-        ModelInvalid: the adapter is unreadable, incomplete, or not plain LoRA.
+        ModelInvalid: the adapter is unreadable, incomplete, or of another kind.
     """
 
     def __init__(self, adapter_dir: Path) -> None:
         self._config = read_json(adapter_dir / ADAPTER_CONFIG, "it is no adapter, or damaged")
         self._refuse_other_kinds()
-        self._pairs: dict[str, dict[str, Tensor]] = {}
+        wanted = {_A, _B, _MAGNITUDE} if self._config.get("use_dora") else {_A, _B}
+        self._factors: dict[str, dict[str, Tensor]] = {}
         for key, tensor in _load(adapter_dir / ADAPTER_TENSORS).items():
             match = _LORA_KEY.fullmatch(key)
             if match is None:
                 raise ModelInvalid(f"adapter tensor {key} is not a LoRA factor of a linear layer: it cannot be merged")
-            self._pairs.setdefault(match["module"], {})[match["kind"]] = tensor.to(torch.float32)
-        for module, pair in self._pairs.items():
-            if pair.keys() != {"A", "B"}:
-                raise ModelInvalid(f"the adapter of {module} has only its {next(iter(pair))} factor: it is damaged")
+            self._factors.setdefault(match["module"], {})[match["kind"]] = tensor.to(torch.float32)
+        for module, found in self._factors.items():
+            if found.keys() != wanted:
+                raise ModelInvalid(_odd_factors(module, found))
 
-    def take(self, name: str, shape: torch.Size) -> Tensor | None:
-        """The fp32 update of the weight `name`, shaped as it, or None where the adapter leaves it alone."""
+    def apply(self, name: str, weight: Tensor) -> Tensor | None:
+        """The weight `name` as the adapter changes it, or None where it leaves it alone; both [out, in] fp32."""
         module = name.removesuffix(".weight")
-        pair = self._pairs.pop(module, None) if name.endswith(".weight") else None
-        if pair is None:
+        found = self._factors.pop(module, None) if name.endswith(".weight") else None
+        if found is None:
             return None
-        a, b = pair["A"], pair["B"]
+        changed = weight + self._update(module, found[_A], found[_B], weight.shape)
+        if _MAGNITUDE not in found:
+            return changed
+        lengths = found[_MAGNITUDE]
+        if lengths.shape != weight.shape[:1]:
+            raise ModelInvalid(
+                f"the adapter of {module} has {list(lengths.shape)} row lengths for {weight.shape[0]} rows"
+            )
+        return changed * (lengths / torch.linalg.norm(changed, dim=1))[:, None]
+
+    def _update(self, module: str, a: Tensor, b: Tensor, shape: torch.Size) -> Tensor:
         if a.ndim != 2 or b.ndim != 2 or a.shape[0] != b.shape[1] or (b.shape[0], a.shape[1]) != tuple(shape):
             raise ModelInvalid(
                 f"the adapter of {module} has shapes {list(b.shape)} @ {list(a.shape)}, its weight {list(shape)}: "
@@ -159,7 +172,7 @@ class LoraUpdates:
         return self._scale(module, a.shape[0]) * (b @ a)
 
     def refuse_tied(self, tied: bool) -> None:
-        for module in self._pairs:
+        for module in self._factors:
             if tied and module.endswith(("lm_head", "embed_tokens")):
                 raise ModelInvalid(
                     f"the adapter changes {module}, whose weight serves as embedding and output both: a merge would "
@@ -167,8 +180,8 @@ class LoraUpdates:
                 )
 
     def refuse_unused(self) -> None:
-        if self._pairs:
-            raise ModelInvalid(f"the base has no weight {min(self._pairs)}.weight for the adapter: wrong base model")
+        if self._factors:
+            raise ModelInvalid(f"the base has no weight {min(self._factors)}.weight for the adapter: wrong base model")
 
     def _scale(self, module: str, rank: int) -> float:
         stated = self._pattern("rank_pattern", module, self._config["r"])
@@ -193,6 +206,11 @@ class LoraUpdates:
             found.append("bias")
         if found:
             raise ModelInvalid(f"{ADAPTER_CONFIG} uses {found[0]}, which cannot be merged exactly here")
+
+
+def _odd_factors(module: str, found: Mapping[str, Tensor]) -> str:
+    names = " and ".join(kind.partition(".")[0] for kind in sorted(found))
+    return f"the adapter of {module} has only its {names} factor for what {ADAPTER_CONFIG} says: it is damaged"
 
 
 class _ShardWriter:
@@ -239,14 +257,14 @@ def _merged(name: str, weight: Tensor, updates: LoraUpdates, dtype: torch.dtype,
     if not weight.is_floating_point():
         return weight
     full = weight.to(torch.float32)
-    delta = updates.take(name, full.shape)
-    if delta is None:
+    changed = updates.apply(name, full)
+    if changed is None:
         return full.to(dtype)
-    saved = (full + delta).to(dtype)
+    saved = changed.to(dtype)
     sums.modules += 1
-    sums.delta += _squared(delta)
+    sums.delta += _squared(changed - full)
     if dtype != torch.float32:
-        sums.loss += _squared(saved.to(torch.float32) - full - delta)
+        sums.loss += _squared(saved.to(torch.float32) - changed)
     return saved
 
 

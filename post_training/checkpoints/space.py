@@ -43,20 +43,26 @@ class CheckpointSize:
 
 
 def estimate(
-    parameters: int, tensors: int, optimizer: str, base_dir: Path, merged_dtype: Literal["fp32", "bf16"] | None = None
+    parameters: int,
+    tensors: int,
+    optimizer: str,
+    base_dir: Path,
+    merged_dtype: Literal["fp32", "bf16"] | None = None,
+    *,
+    momentum: bool = False,
 ) -> CheckpointSize:
     """What one checkpoint takes on disk, a little more than less.
 
     Args:
         parameters, tensors: how many numbers are trained, in how many tensors.
-        optimizer: `adam` and `adamw` keep two moments of each parameter, `sgd` none.
+        optimizer: `adam` and `adamw` keep two moments of each parameter, `sgd` one with `momentum`, else none.
         base_dir: the Hugging Face directory of the base model.
         merged_dtype: of the merged model, None where there is none.
 
     Raises:
         ModelInvalid: a merged model is wanted and the base's weight files are damaged or missing.
     """
-    moments = _MOMENTS[optimizer]
+    moments = _MOMENTS[optimizer] + momentum
     copied = _copied_bytes(base_dir)
     # fp32: the adapter, the masters, the moments. Each moment has a tensor of its own, as has each count of steps.
     trained = parameters * _FP32_BYTES * (2 + moments) + tensors * _HEADER_BYTES * (3 + moments)

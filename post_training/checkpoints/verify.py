@@ -4,13 +4,15 @@
 
 runs apart from the trainer, so that nothing it still holds in memory can make a bad file look good. All in fp32 on the
 CPU: the provider's model with the trainer's saved master weights gives the reference logits; plain transformers + PEFT,
-and the merged model, must give the same.
+and the merged model, must give the same. All of them hold the adapter against the base as it is stored; where it was
+trained against a quantized base, what that changes is measured beside.
 """
 
 from __future__ import annotations
 
 import importlib
 import math
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +47,8 @@ class VerifyReport(BaseModel):
         merged_dtype: how the merged model is saved, None where there is none.
         change: base + adapter against the base alone: what training changed.
         tokens: length of the probe.
+        quantization_change: the adapter on the quantized base it was trained against, to the same on the stored base;
+            None where the base was not quantized.
     """
 
     adapter_error: float
@@ -52,6 +56,7 @@ class VerifyReport(BaseModel):
     merged_dtype: str | None
     change: float
     tokens: int
+    quantization_change: float | None = None
 
 
 def verify_checkpoint(
@@ -112,7 +117,8 @@ def verify(request: dict[str, Any]) -> VerifyReport:
     _check_tensors(masters, load_file(checkpoint / ADAPTER / ADAPTER_TENSORS))
     probe = probe_segments(base_dir)
     lora = LoraSettings(**request["lora"])
-    trainer = _trainer_logits(request["model_module"], ModelConfig(base_dir, lora, dtype="fp32"), masters, probe)
+    stored_base = ModelConfig(base_dir, replace(lora, quantized_base=False), dtype="fp32")
+    trainer = _trainer_logits(request["model_module"], stored_base, masters, probe)
     base, adapter, merged = _peft_logits(base_dir, checkpoint / ADAPTER, probe)
     dtype = None
     if (checkpoint / MERGED).is_dir():
@@ -125,6 +131,10 @@ def verify(request: dict[str, Any]) -> VerifyReport:
         change=relative_error(adapter, base),
         tokens=len(trainer),
     )
+    if lora.quantized_base:
+        trained_base = ModelConfig(base_dir, lora, dtype="fp32")
+        quantized = _trainer_logits(request["model_module"], trained_base, masters, probe)
+        report.quantization_change = relative_error(quantized, trainer)
     _judge(report, trainer, adapter, merged)
     return report
 

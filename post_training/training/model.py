@@ -19,13 +19,24 @@ TORCH_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.fl
 
 @dataclass(frozen=True)
 class LoraSettings:
-    """Which layers get an adapter and how large. The update of a layer is `alpha / rank * B @ A`."""
+    """Which layers get an adapter, how large and of which kind. The update of a layer is `scaling * B @ A`.
+
+    Attributes:
+        dora: each row of the updated weight is brought to a trained length (DoRA, https://arxiv.org/abs/2402.09353).
+        rslora: scaling is alpha / sqrt(rank) (https://arxiv.org/abs/2312.03732), not alpha / rank.
+        dropout: probability that an input of an adapter is left out while training.
+        quantized_base: the base is held in NF4 (QLoRA, https://arxiv.org/abs/2305.14314) and computed with as such.
+    """
 
     rank: int = 16
     alpha: float = 32
     attn_modules: tuple[str, ...] = ("q_proj", "k_proj", "v_proj", "output_proj")
     mlp: bool = True
     output: bool = False
+    dora: bool = False
+    rslora: bool = False
+    dropout: float = 0.0
+    quantized_base: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +100,8 @@ class TrainableModel(Protocol):
         """Adapter parameters (by the names of `adapter_parameters`) as PEFT knows them.
 
         Returns:
-            tensors for adapter_model.safetensors (keys `base_model.model.….lora_A.weight`), same dtype as given,
+            tensors for adapter_model.safetensors (keys `base_model.model.….lora_A.weight`), same dtype as given, to be
+            loaded on the base as it is stored, whether or not it was trained against a quantized one,
             and the complete content of adapter_config.json.
         """
         ...

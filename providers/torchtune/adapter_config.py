@@ -1,13 +1,14 @@
 """What a PEFT `adapter_config.json` says of an adapter made here, and whether a given one fits a request. No torch.
 
 Phi-3 in Hugging Face's form holds q, k, v in one matrix and gate, up in another. Adapters of the parts are exported as
-one adapter of the whole: A stacked, B block-diagonal, rank and alpha times the number of parts, so that alpha / rank
-and the product B A stay what they were.
+one adapter of the whole: A stacked, B block-diagonal, rank times the number of parts and alpha so that the scaling and
+the product B A stay what they were.
 """
 
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -38,8 +39,6 @@ FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("w1", "w3"
 """torchtune's names of the parts, in row order, by Phi-3's name of the whole."""
 
 _MUST_BE_PLAIN = (
-    "use_dora",
-    "use_rslora",
     "fan_in_fan_out",
     "lora_bias",
     "modules_to_save",
@@ -52,20 +51,36 @@ _MUST_BE_PLAIN = (
 
 @dataclass(frozen=True)
 class AdapterShape:
-    """Which layers have an adapter and how large it is. `modules` are torchtune's names, in `PEFT_NAMES` order."""
+    """Which layers have an adapter, how large it is and of which kind.
+
+    Attributes:
+        modules: torchtune's names, in `PEFT_NAMES` order.
+        dora, rslora, dropout: as in `post_training.training.model.LoraSettings`.
+    """
 
     rank: int
     alpha: float
     modules: tuple[str, ...]
-
-    @classmethod
-    def of(cls, rank: int, alpha: float, attn_modules: Iterable[str], mlp: bool, output: bool) -> AdapterShape:
-        wanted = {*attn_modules, *(("w1", "w2", "w3") if mlp else ()), *(("output",) if output else ())}
-        return cls(rank, alpha, tuple(name for name in PEFT_NAMES if name in wanted))
+    dora: bool = False
+    rslora: bool = False
+    dropout: float = 0.0
 
     @classmethod
     def of_request(cls, lora: LoraFinetuningConfig) -> AdapterShape:
-        return cls.of(lora.rank, lora.alpha, lora.lora_attn_modules, lora.apply_lora_to_mlp, lora.apply_lora_to_output)
+        return cls(
+            lora.rank,
+            lora.alpha,
+            module_names(lora.lora_attn_modules, lora.apply_lora_to_mlp, lora.apply_lora_to_output),
+            dora=bool(lora.use_dora),
+            rslora=bool(lora.use_rslora),
+            dropout=lora.lora_dropout or 0.0,
+        )
+
+
+def module_names(attn_modules: Iterable[str], mlp: bool, output: bool) -> tuple[str, ...]:
+    """torchtune's names of the adapted layers, in `PEFT_NAMES` order."""
+    wanted = {*attn_modules, *(("w1", "w2", "w3") if mlp else ()), *(("output",) if output else ())}
+    return tuple(name for name in PEFT_NAMES if name in wanted)
 
 
 def fused_parts(architecture: Architecture, shape: AdapterShape) -> dict[str, tuple[str, ...]]:
@@ -90,15 +105,15 @@ def adapter_config(architecture: Architecture, shape: AdapterShape) -> dict[str,
         "inference_mode": True,
         "r": shape.rank,
         "lora_alpha": _whole(shape.alpha),
-        "lora_dropout": 0.0,
+        "lora_dropout": shape.dropout,
         "target_modules": sorted(targets),
         "rank_pattern": {name: n * shape.rank for name, n in many.items()},
-        "alpha_pattern": {name: _whole(n * shape.alpha) for name, n in many.items()},
+        "alpha_pattern": {name: _whole(_fused_alpha(shape, n)) for name, n in many.items()},
         "bias": "none",
         "fan_in_fan_out": False,
         "init_lora_weights": True,
-        "use_rslora": False,
-        "use_dora": False,
+        "use_rslora": shape.rslora,
+        "use_dora": shape.dora,
         "modules_to_save": None,
         "layers_to_transform": None,
         "layers_pattern": None,
@@ -125,6 +140,9 @@ def settings_of_adapter(adapter_dir: Path, architecture: Architecture) -> LoraFi
                 "apply_lora_to_output": "output" in names,
                 "rank": stored.get("r"),
                 "alpha": stored.get("lora_alpha"),
+                "use_dora": stored.get("use_dora"),
+                "use_rslora": stored.get("use_rslora"),
+                "lora_dropout": stored.get("lora_dropout"),
             }
         )
     except ValidationError as error:
@@ -133,7 +151,7 @@ def settings_of_adapter(adapter_dir: Path, architecture: Architecture) -> LoraFi
 
 
 def check_adapter(adapter_dir: Path, architecture: Architecture, shape: AdapterShape) -> None:
-    """Refuse to go on from an adapter that differs from the one asked for.
+    """Refuse to go on from an adapter that differs from the one asked for; dropout alone may.
 
     Raises:
         ModelInvalid: a file of the adapter is missing or damaged.
@@ -148,6 +166,8 @@ def check_adapter(adapter_dir: Path, architecture: Architecture, shape: AdapterS
             raise InvalidField(f"the adapter uses {key}, which cannot be continued here", param="model")
     if stored.get("bias", "none") != "none":
         raise InvalidField("the adapter trains biases, which cannot be continued here", param="model")
+    for key in ("use_dora", "use_rslora"):
+        _compare(key, bool(stored.get(key)), wanted[key])
     _compare("rank", stored.get("r"), wanted["r"])
     _compare("alpha", stored.get("lora_alpha"), wanted["lora_alpha"])
     _compare("lora_attn_modules", _names(stored.get("target_modules")), wanted["target_modules"])
@@ -159,13 +179,18 @@ def _compare(field: str, stored: Any, wanted: Any, key: str | None = None) -> No
     if stored != wanted:
         raise InvalidField(
             f"the model is an adapter whose {key or field} is {stored}, the request asks for {wanted}; "
-            "an adapter is continued with its own rank, alpha and layers",
+            "an adapter is continued with its own kind, rank, alpha and layers",
             param=f"algorithm_config.{field}",
         )
 
 
 def _names(value: Any) -> Any:
     return sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
+
+
+def _fused_alpha(shape: AdapterShape, parts: int) -> float:
+    """The alpha that gives a rank of `parts` x rank the scaling of the parts."""
+    return shape.alpha * (math.sqrt(parts) if shape.rslora else parts)
 
 
 def _whole(value: float) -> float | int:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any, get_args
 
 from apis.errors import InvalidField, ModelInvalid, UnsupportedModel
-from apis.post_training.models import LoraFinetuningConfig
 from post_training.catalog.model_files import CONFIG_FILE, read_json
 from providers.torchtune.architecture import Architecture, Family, RopeScaling
 from providers.torchtune.weights import check_weights
@@ -108,39 +107,6 @@ def check_window(architecture: Architecture, max_seq_len: int) -> None:
             f"its sliding window of {window} tokens is shorter than max_seq_len {max_seq_len} and torchtune 0.6.1 "
             f"would ignore it; set max_seq_len to at most {window}, or",
         )
-
-
-def check_lora(architecture: Architecture, lora: LoraFinetuningConfig) -> None:
-    """Refuse LoRA options that this provider or the model cannot honour.
-
-    Raises:
-        InvalidField: naming the option.
-    """
-    if lora.use_dora:
-        raise _option("use_dora", "DoRA is not offered; leave it out")
-    if lora.quantize_base:
-        raise _option("quantize_base", "a quantized base (QLoRA) is not offered; leave it out")
-    if not (lora.lora_attn_modules or lora.apply_lora_to_mlp or lora.apply_lora_to_output):
-        raise _option(
-            "lora_attn_modules", "no layer gets an adapter; name an attention module or set apply_lora_to_mlp"
-        )
-    check_output_adapter(architecture, lora.apply_lora_to_output)
-
-
-def check_output_adapter(architecture: Architecture, wanted: bool) -> None:
-    """Refuse an adapter on an output layer that is the embedding: merging it would change the embedding as well.
-
-    Raises:
-        InvalidField: naming `apply_lora_to_output`.
-    """
-    if wanted and architecture.tied:
-        raise _option(
-            "apply_lora_to_output", "this model's output layer is its embedding (tied), which cannot be adapted alone"
-        )
-
-
-def _option(name: str, message: str) -> InvalidField:
-    return InvalidField(f"{name}: {message}", param=f"algorithm_config.{name}")
 
 
 def _unsupported(reason: str) -> UnsupportedModel:

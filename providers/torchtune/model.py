@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from functools import partial
 from typing import Any, cast
 
@@ -10,14 +9,15 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from apis.errors import InvalidField
-from post_training.training.model import TORCH_DTYPES, ModelConfig, Segments
+from post_training.training.model import TORCH_DTYPES, LoraSettings, ModelConfig, Segments
 from providers.torchtune import shim
-from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter
+from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter, module_names
+from providers.torchtune.adapters import DoRALinear, add_adapters, fresh_adapter, is_adapter, quantize_base
 from providers.torchtune.architecture import Architecture
 from providers.torchtune.attention import segment_attention
 from providers.torchtune.convert import load_base
-from providers.torchtune.families import check_max_seq_len, check_output_adapter, describe
+from providers.torchtune.families import check_max_seq_len, describe
+from providers.torchtune.lora_options import check_shape
 from providers.torchtune.peft_export import from_peft, to_peft
 
 
@@ -30,11 +30,8 @@ def load_model(config: ModelConfig) -> TorchtuneModel:
         InvalidField: LoRA options that the model cannot honour, or that differ from the adapter to go on from.
     """
     architecture = describe(config.base_dir)
-    lora = config.lora
-    shape = AdapterShape.of(lora.rank, lora.alpha, lora.attn_modules, lora.mlp, lora.output)
-    check_output_adapter(architecture, lora.output)
-    if not shape.modules:
-        raise InvalidField("no layer gets an adapter", param="algorithm_config.lora_attn_modules")
+    shape = _shape(config.lora)
+    check_shape(architecture, shape, quantized=config.lora.quantized_base)
     if config.adapter_dir is not None:
         check_adapter(config.adapter_dir, architecture, shape)
     module = _build(architecture, shape)
@@ -62,8 +59,11 @@ class TorchtuneModel:
         return self._module
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
-        """`layers.<n>.<attn|mlp>.<name>.lora_<a|b>.weight`, A [rank, in] and B [out, rank], in layer order."""
-        return {name: parameter for name, parameter in self._module.named_parameters() if _is_adapter(name)}
+        """`layers.<n>.<attn|mlp>.<name>.lora_<a|b>.weight`, A [rank, in] and B [out, rank], in layer order.
+
+        With DoRA also `….magnitude`, [out] fp32.
+        """
+        return {name: parameter for name, parameter in self._module.named_parameters() if is_adapter(name)}
 
     def hidden_states(self, segments: Segments) -> Tensor:
         """Final hidden states after the last norm, [T, D].
@@ -77,8 +77,8 @@ class TorchtuneModel:
         for layer in self._module.layers:
             run = partial(layer, mask=segments.lengths, input_pos=positions)
             if self._checkpointing and torch.is_grad_enabled():
-                # Nothing in a layer is random, so no RNG state has to be kept.
-                hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=False)
+                # Only dropout draws numbers, and must draw the same ones when the layer is computed again.
+                hidden = checkpoint(run, hidden, use_reentrant=False, preserve_rng_state=self._shape.dropout > 0)
             else:
                 hidden = run(hidden)
         return self._module.norm(hidden)[0]
@@ -96,8 +96,9 @@ class TorchtuneModel:
         return tensors, adapter_config(self._architecture, self._shape)
 
 
-def _is_adapter(name: str) -> bool:
-    return name.endswith((".lora_a.weight", ".lora_b.weight"))
+def _shape(lora: LoraSettings) -> AdapterShape:
+    modules = module_names(lora.attn_modules, lora.mlp, lora.output)
+    return AdapterShape(lora.rank, lora.alpha, modules, lora.dora, lora.rslora, lora.dropout)
 
 
 def _build(architecture: Architecture, shape: AdapterShape) -> shim.TransformerDecoder:
@@ -105,13 +106,13 @@ def _build(architecture: Architecture, shape: AdapterShape) -> shim.TransformerD
     rope = _rope(architecture)
     with torch.device("meta"):
         module = _decoder(architecture)
-        _add_adapters(module, shape)
+        add_adapters(module, shape)
     for layer in cast(Any, module.layers):
         # One RoPE table for all layers. It is never cast: a bf16 table turns far positions by wrong angles.
         layer.attn.pos_embeddings = rope
         layer.attn._attention_call = segment_attention
     for name, parameter in module.named_parameters():
-        parameter.requires_grad_(_is_adapter(name))
+        parameter.requires_grad_(is_adapter(name))
     return module
 
 
@@ -156,37 +157,25 @@ def _rope(a: Architecture) -> nn.Module:
     )
 
 
-def _add_adapters(module: shim.TransformerDecoder, shape: AdapterShape) -> None:
-    for name, linear in list(module.named_modules()):
-        if isinstance(linear, nn.Linear) and name.rpartition(".")[2] in shape.modules:
-            adapted = shim.LoRALinear(
-                linear.in_features, linear.out_features, shape.rank, shape.alpha, use_bias=linear.bias is not None
-            )
-            module.set_submodule(name, adapted)
-
-
 def _fill(
     module: shim.TransformerDecoder, architecture: Architecture, shape: AdapterShape, config: ModelConfig
 ) -> None:
     dtype = TORCH_DTYPES[config.dtype]
-    sizes = {name: parameter.shape for name, parameter in module.named_parameters() if _is_adapter(name)}
+    sizes = {name: parameter.shape for name, parameter in module.named_parameters() if is_adapter(name)}
+    tensors = load_base(config.base_dir, architecture, dtype)
     if config.adapter_dir is None:
-        adapter = _fresh_adapter(sizes, config.seed)
+        adapter = fresh_adapter(sizes, tensors, config.seed)
     else:
         adapter = from_peft(config.adapter_dir, sizes, architecture, shape)
-    tensors = load_base(config.base_dir, architecture, dtype)
-    # Adapters are written to, so they get memory of their own, never a mapped file's.
-    tensors |= {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in adapter.items()}
+    for name, tensor in adapter.items():
+        kept = torch.float32 if name.endswith(".magnitude") else dtype
+        # Adapters are written to, so they get memory of their own, never a mapped file's.
+        tensors[name] = tensor.to(kept, copy=True).contiguous()
     on_device = {name: tensor.to(config.device) for name, tensor in tensors.items()}
     module.load_state_dict(on_device, assign=True)
     module.to(config.device)
-
-
-def _fresh_adapter(sizes: dict[str, torch.Size], seed: int) -> dict[str, Tensor]:
-    """A Kaiming-uniform, B zero (LoRA, https://arxiv.org/abs/2106.09685), the same for one seed on every device."""
-    generator = torch.Generator("cpu").manual_seed(seed)
-    fresh = {name: torch.zeros(size) for name, size in sizes.items()}
-    for name, tensor in fresh.items():
-        if name.endswith(".lora_a.weight"):
-            nn.init.kaiming_uniform_(tensor, a=math.sqrt(5), generator=generator)
-    return fresh
+    for layer in module.modules():
+        if isinstance(layer, DoRALinear):
+            layer.remember_rows()
+    if config.lora.quantized_base:
+        quantize_base(module)

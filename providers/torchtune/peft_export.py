@@ -1,12 +1,14 @@
 """Adapter tensors between torchtune's names and layout and PEFT's.
 
-B rows of q and k are permuted where torchtune rotates pairs (A is not: the permutation acts on outputs). Phi-3's parts
-become one adapter of the fused layer, see `adapter_config`.
+Rows of q and k are permuted where torchtune rotates pairs: those of B and of the magnitudes. (A is not: its rows are no
+outputs.) Phi-3's parts become one adapter of the fused layer, see `adapter_config`.
 """
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -20,10 +22,24 @@ from providers.torchtune.architecture import Architecture
 from providers.torchtune.convert import deinterleave, interleave
 
 _LAYER = re.compile(r"layers\.(\d+)\.(attn|mlp)\.(\w+)")
+_A = ".lora_a.weight"
 _BLOCKS = {"attn": "self_attn", "mlp": "mlp"}
 
-Pair = tuple[Tensor, Tensor]
-"""A [rank, in] and B [out, rank] of one layer."""
+
+@dataclass(frozen=True)
+class Factors:
+    """The adapter of one layer: A [rank, in], B [out, rank] and, with DoRA, the rows' lengths [out]."""
+
+    a: Tensor
+    b: Tensor
+    magnitude: Tensor | None = None
+
+    def named(self, module: str) -> Iterator[tuple[str, Tensor]]:
+        """By PEFT's keys."""
+        yield f"base_model.model.{module}.lora_A.weight", self.a
+        yield f"base_model.model.{module}.lora_B.weight", self.b
+        if self.magnitude is not None:
+            yield f"base_model.model.{module}.lora_magnitude_vector", self.magnitude
 
 
 def to_peft(parameters: dict[str, Tensor], architecture: Architecture, shape: AdapterShape) -> dict[str, Tensor]:
@@ -32,18 +48,21 @@ def to_peft(parameters: dict[str, Tensor], architecture: Architecture, shape: Ad
     Args:
         parameters: by torchtune's name, such as `layers.0.attn.q_proj.lora_a.weight`.
     """
-    pairs = {
-        module: (
-            parameters[f"{module}.lora_a.weight"],
-            _rows(parameters[f"{module}.lora_b.weight"], module, architecture),
-        )
-        for module in _modules(parameters)
-    }
+    factors = {module: _factors(parameters, module, architecture) for module in _modules(parameters)}
     return {
-        f"base_model.model.{name}.lora_{which}.weight": tensor.detach().clone(memory_format=torch.contiguous_format)
-        for name, pair in _fuse(pairs, architecture, shape).items()
-        for which, tensor in zip("AB", pair, strict=True)
+        key: tensor.detach().clone(memory_format=torch.contiguous_format)
+        for name, one in _fuse(factors, architecture, shape).items()
+        for key, tensor in one.named(name)
     }
+
+
+def _factors(parameters: dict[str, Tensor], module: str, architecture: Architecture) -> Factors:
+    lengths = parameters.get(f"{module}.magnitude")
+    return Factors(
+        parameters[f"{module}.lora_a.weight"],
+        _rows(parameters[f"{module}.lora_b.weight"], module, architecture),
+        None if lengths is None else _rows(lengths, module, architecture),
+    )
 
 
 def from_peft(
@@ -61,9 +80,11 @@ def from_peft(
     stored = _load(adapter_dir)
     parameters: dict[str, Tensor] = {}
     for module in _modules(expected):
-        a, b = _pair(stored, module, architecture, shape)
-        parameters[f"{module}.lora_a.weight"] = a
-        parameters[f"{module}.lora_b.weight"] = _rows(b, module, architecture, inverse=True)
+        found = _stored_factors(stored, module, architecture, shape)
+        parameters[f"{module}.lora_a.weight"] = found.a
+        parameters[f"{module}.lora_b.weight"] = _rows(found.b, module, architecture, inverse=True)
+        if found.magnitude is not None:
+            parameters[f"{module}.magnitude"] = _rows(found.magnitude, module, architecture, inverse=True)
     for name, size in expected.items():
         if parameters[name].shape != size:
             raise ModelInvalid(f"the adapter's {name} has shape {list(parameters[name].shape)}, not {list(size)}")
@@ -72,7 +93,7 @@ def from_peft(
 
 
 def _modules(names: dict[str, Tensor] | dict[str, torch.Size]) -> list[str]:
-    return list(dict.fromkeys(name.rsplit(".", 2)[0] for name in names))
+    return [name.removesuffix(_A) for name in names if name.endswith(_A)]
 
 
 def _rows(b: Tensor, module: str, architecture: Architecture, inverse: bool = False) -> Tensor:
@@ -101,28 +122,29 @@ def _whole_of(module: str, architecture: Architecture, shape: AdapterShape) -> t
     return None
 
 
-def _fuse(pairs: dict[str, Pair], architecture: Architecture, shape: AdapterShape) -> dict[str, Pair]:
-    fused: dict[str, Pair] = {}
-    for module, pair in pairs.items():
+def _fuse(factors: dict[str, Factors], architecture: Architecture, shape: AdapterShape) -> dict[str, Factors]:
+    fused: dict[str, Factors] = {}
+    for module, one in factors.items():
         whole = _whole_of(module, architecture, shape)
         if whole is None:
-            fused[_peft_name(module)] = pair
+            fused[_peft_name(module)] = one
             continue
         name, parts = whole
         block = module.rpartition(".")[0]
         fused[_peft_name(module, name)] = _block_structured(
-            [pairs[f"{block}.{part}"] for part in parts], _part_rows(name, architecture), parts
+            [factors[f"{block}.{part}"] for part in parts], _part_rows(name, architecture), parts
         )
     return fused
 
 
-def _block_structured(pairs: list[Pair], rows: dict[str, int], parts: tuple[str, ...]) -> Pair:
+def _block_structured(found: list[Factors], rows: dict[str, int], parts: tuple[str, ...]) -> Factors:
     """A stacked [n rank, in]; B [rows of the whole, n rank] with each part's B at its own rows and columns."""
-    a = torch.cat([pair[0] for pair in pairs])
-    b = pairs[0][1].new_zeros(sum(rows.values()), a.shape[0])
-    for (first, last, left, right), (_, part) in zip(_places(rows, parts, pairs[0][0].shape[0]), pairs, strict=True):
-        b[first:last, left:right] = part
-    return a, b
+    a = torch.cat([one.a for one in found])
+    b = found[0].b.new_zeros(sum(rows.values()), a.shape[0])
+    for (first, last, left, right), one in zip(_places(rows, parts, found[0].a.shape[0]), found, strict=True):
+        b[first:last, left:right] = one.b
+    lengths = [one.magnitude for one in found if one.magnitude is not None]
+    return Factors(a, b, torch.cat(lengths) if lengths else None)
 
 
 def _places(rows: dict[str, int], parts: tuple[str, ...], rank: int) -> list[tuple[int, int, int, int]]:
@@ -142,17 +164,18 @@ def _part_rows(whole: str, a: Architecture) -> dict[str, int]:
     return {part: rows.get(part, a.intermediate_dim) for part in FUSED[whole]}
 
 
-def _pair(stored: dict[str, Tensor], module: str, architecture: Architecture, shape: AdapterShape) -> Pair:
+def _stored_factors(stored: dict[str, Tensor], module: str, architecture: Architecture, shape: AdapterShape) -> Factors:
     whole = _whole_of(module, architecture, shape)
     name = _peft_name(module, whole[0] if whole else None)
     a, b = (_get(stored, f"base_model.model.{name}.lora_{which}.weight") for which in "AB")
+    lengths = _get(stored, f"base_model.model.{name}.lora_magnitude_vector") if shape.dora else None
     if whole is None:
-        return a, b
+        return Factors(a, b, lengths)
     rows, parts = _part_rows(whole[0], architecture), whole[1]
     if b.shape != (sum(rows.values()), a.shape[0]) or a.shape[0] != shape.rank * len(parts):
         raise ModelInvalid(f"the adapter's {name} does not have the shape of {len(parts)} blocks")
     first, last, left, right = _places(rows, parts, shape.rank)[parts.index(module.rpartition(".")[2])]
-    return a[left:right], b[first:last, left:right]
+    return Factors(a[left:right], b[first:last, left:right], None if lengths is None else lengths[first:last])
 
 
 def _get(stored: dict[str, Tensor], name: str) -> Tensor:

@@ -13,13 +13,17 @@ from providers.spec import ProviderDeps
 from providers.torchtune.adapter_config import AdapterShape, check_adapter, settings_of_adapter
 from providers.torchtune.architecture import Architecture
 from providers.torchtune.config import TorchtunePostTrainingConfig
-from providers.torchtune.families import check_lora, describe
+from providers.torchtune.families import describe
+from providers.torchtune.lora_options import check_lora
 
 MODEL_MODULE = "providers.torchtune.model"
 DEFAULT_MAX_SEQ_LEN = 4096
 
 _UNAVAILABLE_EFFICIENCY = {
-    "enable_activation_offloading": "activations stay where they are computed on a single device",
+    "enable_activation_offloading": (
+        "on a CPU activations are in main memory already, and torchtune's way on CUDA is not proven here; "
+        "use enable_activation_checkpointing"
+    ),
     "memory_efficient_fsdp_wrap": "there is no FSDP on a single device",
     "fsdp_cpu_offload": "there is no FSDP on a single device",
 }
@@ -75,7 +79,8 @@ def _algorithm(
     asked = request.algorithm_config or LoraFinetuningConfig()
     if not isinstance(asked, LoraFinetuningConfig):
         raise InvalidField(
-            "inline::torchtune trains LoRA adapters; QAT is not offered, use {'type': 'LoRA', ...}",
+            "QAT is not offered on any device: torchtune 0.6.1 has it in its recipes for several CUDA devices only, "
+            "and jobs here train on one; use {'type': 'LoRA', ...}, with quantize_base for a 4-bit base",
             param="algorithm_config.type",
         )
     if model.adapter_dir is None:

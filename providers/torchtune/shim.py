@@ -52,6 +52,7 @@ def _gone(name: str) -> Callable[..., NoReturn]:
 
 with _quiet_import():
     import torchao.quantization
+    from torchao.dtypes.nf4tensor import to_nf4
 
     for _name in _REMOVED:
         if not hasattr(torchao.quantization, _name):
@@ -84,4 +85,5 @@ __all__ = [
     "phi3_hf_to_tune",
     "qwen2",
     "qwen2_hf_to_tune",
+    "to_nf4",
 ]
