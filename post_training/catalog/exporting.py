@@ -1,14 +1,15 @@
-"""A checkpoint as a whole model, merged on demand. The work is done by a process with torch; this side has none."""
+"""A model in another form, made on demand. The work is done by a process with torch; this side has none."""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
+from importlib.util import find_spec
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
-from apis.errors import InvalidField, Unavailable
+from apis.errors import InvalidField, NotSupported, Unavailable
 from post_training.catalog.models import ModelCatalog
 from post_training.catalog.naming import folder_name
 from post_training.checkpoints.child import run_child
@@ -37,7 +38,7 @@ def export_merged(models: ModelCatalog, identifier: str, dtype: Literal["fp32", 
     target = models.home / "exports" / f"{folder_name(model.identifier)}-merged-{dtype}"
     if target.is_dir():
         return target
-    temporary = target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
+    temporary = _temporary(target)
     request = {
         "base_dir": str(model.base_dir),
         "adapter_dir": str(model.adapter_dir),
@@ -46,18 +47,78 @@ def export_merged(models: ModelCatalog, identifier: str, dtype: Literal["fp32", 
     }
     temporary.mkdir(parents=True)
     try:
-        run_child(
-            "post_training.checkpoints.export",
-            request,
-            what=f"the export of {model.identifier!r}",
-            failure=Unavailable,
-            timeout=_EXPORT_SECONDS,
-        )
+        _run("post_training.checkpoints.export", request, model.identifier)
         fsync_tree(temporary)
         _move(temporary, target)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
     return target
+
+
+def export_gguf(
+    models: ModelCatalog,
+    identifier: str,
+    dtype: Literal["f32", "bf16", "f16", "q8_0"] = "f32",
+    to: Path | None = None,
+) -> Path:
+    """Write a checkpoint, or a base model, as one GGUF file for llama.cpp.
+
+    A checkpoint is merged in fp32 first, which needs room for that beside the file for a while; the merge is verified.
+
+    Args:
+        to: a file that does not exist. None: `<home>/exports/<id>-<dtype>.gguf`; one that is there already is returned
+            as it is for a checkpoint, which never changes, and written anew for a base model.
+
+    Raises:
+        ModelNotFound: no model has that name.
+        InvalidField: `to` exists, or its folder does not.
+        NotSupported: the `gguf` package is not installed.
+        UnsupportedModel: its architecture or tokenizer, or an option of them, is none that the export knows.
+        ModelInvalid: the model's files are damaged, or the adapter cannot be merged exactly.
+        CheckpointUnverified: the merge does not compute what base and adapter do.
+        DiskFull, OutOfMemory, Unavailable: the export could not be done.
+    """
+    model = models.resolve(identifier)
+    if find_spec("gguf") is None:
+        raise NotSupported("GGUF export needs the gguf package: pip install 'gguf>=0.19'")
+    target = to or models.home / "exports" / f"{folder_name(model.identifier)}-{dtype}.gguf"
+    if to is None:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if target.is_file() and model.adapter_dir is not None:
+            return target
+    else:
+        _check_free(to)
+    temporary = _temporary(target)
+    request = {
+        "base_dir": str(model.base_dir),
+        "adapter_dir": None if model.adapter_dir is None else str(model.adapter_dir),
+        "out_file": str(temporary),
+        "name": model.identifier,
+        "dtype": dtype,
+    }
+    try:
+        _run("post_training.checkpoints.gguf_export", request, model.identifier)
+        fsync(temporary)
+        temporary.rename(target)
+        fsync(target.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+    return target
+
+
+def _check_free(to: Path) -> None:
+    if to.exists():
+        raise InvalidField(f"{to} is there already: name another file, or remove it", param="to")
+    if not to.parent.is_dir():
+        raise InvalidField(f"there is no folder {to.parent}: make it first", param="to")
+
+
+def _run(module: str, request: dict[str, Any], identifier: str) -> None:
+    run_child(module, request, what=f"the export of {identifier!r}", failure=Unavailable, timeout=_EXPORT_SECONDS)
+
+
+def _temporary(target: Path) -> Path:
+    return target.with_name(f".{target.name}.tmp-{os.getpid()}-{secrets.token_hex(4)}")
 
 
 def _move(temporary: Path, target: Path) -> None:

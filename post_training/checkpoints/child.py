@@ -1,4 +1,4 @@
-"""Work that needs torch, done in a process of its own for callers that must not load it, or must survive it.
+"""Work that needs torch, or takes long, done in a process of its own: its caller must not load it, or must survive it.
 
 The child reads one JSON request from standard input and answers with one JSON line. It also holds one end of a pipe
 that closes when the caller dies, and then ends itself, so nothing is left computing for nobody.
@@ -17,7 +17,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any
 
-from apis.errors import OutOfMemory, PostgradError, error_class
+from apis.errors import DataInvalid, OutOfMemory, PostgradError, error_class
 from post_training.processes import LIFELINE, die_with_caller, python_module, torch_environment
 
 logger = logging.getLogger(__name__)
@@ -32,6 +32,7 @@ def run_child(
     failure: type[PostgradError],
     timeout: float,
     threads: int | None = None,
+    too_slow: type[PostgradError] | None = None,
 ) -> dict[str, Any]:
     """Run `python -m <module>` on `request` and return its answer. Nothing of it outlives the call.
 
@@ -39,21 +40,22 @@ def run_child(
         what: names the work in messages, such as "the verification".
         failure: raised where the child ends without an answer, or not within `timeout` seconds.
         threads: CPU threads of the child; None leaves it to the machine.
+        too_slow: raised instead of `failure` where the child takes longer than `timeout`.
 
     Raises:
-        PostgradError: the child's own, with its class and message.
+        PostgradError: the child's own, with its class, message, field and row.
         OutOfMemory: the system killed the child.
     """
     reader, writer = os.pipe()
     try:
         process = _start(module, reader, threads)
-        output, errors = _finish(process, json.dumps(request), what, failure, timeout)
+        output, errors = _finish(process, json.dumps(request), what, too_slow or failure, timeout)
     finally:
         os.close(reader)
         os.close(writer)
     answer = json.loads(output) if process.returncode == 0 and output else {}
     if "error" in answer:
-        raise (error_class(answer["error"]["code"]) or failure)(answer["error"]["message"])
+        raise _error(answer["error"], failure)
     if "result" not in answer:
         logger.error("%s ended with code %d: %s", what, process.returncode, errors[-_LOGGED_CHARACTERS:])
         raise _silence(process.returncode, what, failure)
@@ -69,10 +71,23 @@ def serve_child(handler: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
     try:
         answer = {"result": handler(request)}
     except PostgradError as error:
-        answer = {"error": {"code": error.code, "message": error.message}}
+        answer = {"error": _plain(error)}
         traceback.print_exc()
     with answers:
         json.dump(answer, answers)
+
+
+def _plain(error: PostgradError) -> dict[str, Any]:
+    fields = {"code": error.code, "message": error.message, "param": error.param}
+    return fields | ({"row": error.row, "pointer": error.pointer} if isinstance(error, DataInvalid) else {})
+
+
+def _error(fields: Mapping[str, Any], failure: type[PostgradError]) -> PostgradError:
+    error = (error_class(fields["code"]) or failure)(fields["message"], param=fields.get("param"))
+    if isinstance(error, DataInvalid):
+        # The message names the row already; the constructor would name it twice.
+        error.row, error.pointer = fields.get("row"), fields.get("pointer")
+    return error
 
 
 def _start(module: str, lifeline: int, threads: int | None) -> subprocess.Popen[str]:
@@ -89,12 +104,12 @@ def _start(module: str, lifeline: int, threads: int | None) -> subprocess.Popen[
 
 
 def _finish(
-    process: subprocess.Popen[str], request: str, what: str, failure: type[PostgradError], timeout: float
+    process: subprocess.Popen[str], request: str, what: str, too_slow: type[PostgradError], timeout: float
 ) -> tuple[str, str]:
     try:
         return process.communicate(request, timeout)
     except subprocess.TimeoutExpired:
-        raise failure(f"{what} took longer than {timeout:g} s and was stopped") from None
+        raise too_slow(f"{what} took longer than {timeout:g} s and was stopped") from None
     finally:
         if process.poll() is None:
             with suppress(ProcessLookupError):
