@@ -2,18 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from datetime import datetime
 from typing import Any
 
 from apis.post_training.models import (
     Checkpoint,
+    JobError,
     JobEvent,
     JobEventKind,
+    JobProgress,
     JobStatus,
+    PostTrainingJobStatusResponse,
     PostTrainingMetric,
     StepMetric,
 )
+from post_training.checkpoints.retention import SavedCheckpoint, best_step
+from post_training.jobs.leases import max_attempts_of
 from post_training.jobs.tables import CheckpointRow, EventRow, JobRow
+from post_training.jobs.waiting import Waiting
 
 
 def checkpoint_of(row: CheckpointRow) -> Checkpoint:
@@ -27,7 +34,45 @@ def checkpoint_of(row: CheckpointRow) -> Checkpoint:
         post_training_job_id=row.job_uuid,
         path=row.path,
         training_metrics=PostTrainingMetric.model_validate(row.metrics) if row.metrics else None,
+        verification=row.verification,
     )
+
+
+def status_of(
+    job: JobRow, checkpoints: Sequence[CheckpointRow], waiting: Waiting, max_attempts: int
+) -> PostTrainingJobStatusResponse:
+    """All that is told of a job.
+
+    Args:
+        checkpoints: announced ones.
+        max_attempts: of a job that does not say its own.
+    """
+    return PostTrainingJobStatusResponse(
+        job_uuid=job.job_uuid,
+        status=JobStatus(job.status),
+        scheduled_at=job.scheduled_at,
+        started_at=job.started_at,
+        completed_at=job.completed_at,
+        resources_allocated=job.resources,
+        checkpoints=[checkpoint_of(row) for row in checkpoints],
+        best_checkpoint=best_of(checkpoints),
+        model=job.model,
+        provider_id=job.provider_id,
+        attempt=job.attempt,
+        max_attempts=max_attempts_of(job, max_attempts),
+        lost_attempts=job.lost_attempts,
+        queue_position=waiting.position,
+        waiting_reason=waiting.reason,
+        progress=JobProgress.model_validate(job.progress) if job.progress else None,
+        error=JobError.model_validate(job.error) if job.error else None,
+        report=job.report,
+    )
+
+
+def best_of(rows: Sequence[CheckpointRow]) -> str | None:
+    """The model id of the best of a job's announced checkpoints; None where none has a loss."""
+    best = best_step([SavedCheckpoint(row.step, True, row.metrics) for row in rows])
+    return next((row.identifier for row in rows if row.step == best), None)
 
 
 def event_of(row: EventRow) -> JobEvent:

@@ -22,9 +22,7 @@ from apis.datasets.models import DATA_SOURCE
 from apis.errors import Conflict, DataInvalid, DatasetNotFound, InvalidField, ModelNotFound, NotSupported
 from apis.post_training.models import (
     CheckpointFilesResponse,
-    JobError,
     JobEvent,
-    JobProgress,
     JobStatus,
     JobSummary,
     ListPostTrainingJobsResponse,
@@ -35,8 +33,11 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
+    PreflightReport,
+    PreflightRequest,
     StoredFile,
     SupervisedFineTuneRequest,
+    TrainingConfig,
 )
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.folders import imported_models
@@ -45,12 +46,12 @@ from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.event_stream import EventStreams
 from post_training.job_files import CheckpointFiles, delete_job
-from post_training.job_views import checkpoint_of, log_line, metric_of
+from post_training.job_views import log_line, metric_of, status_of
 from post_training.jobs.database import Database, now
-from post_training.jobs.leases import max_attempts_of
 from post_training.jobs.scheduler import Scheduler
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
 from post_training.jobs.store import JobStore
+from post_training.preflight_job import Preflights, placeholder_id
 
 CheckRequest = Callable[[SupervisedFineTuneRequest, ResolvedModel], LoraFinetuningConfig]
 """Refuses what a provider cannot do, by field name; returns the algorithm it will run."""
@@ -96,6 +97,7 @@ class JobService:
         self._scheduler = scheduler
         self._streams = EventStreams(self._store)
         self._files = CheckpointFiles(home, self._store)
+        self._preflights = Preflights(database, home)
 
     async def start(self) -> None:
         self._scheduler.serve(self._profile.provider_id)
@@ -104,6 +106,11 @@ class JobService:
         await anyio.to_thread.run_sync(self._submit, request)
         self._scheduler.wake()
         return PostTrainingJob(job_uuid=request.job_uuid)
+
+    async def preflight(self, request: PreflightRequest) -> PreflightReport:
+        spec = await anyio.to_thread.run_sync(self._preflight_spec, request)
+        kind = spec.device_kind or self._scheduler.settings.slots[0].kind
+        return await self._preflights.report(spec, kind)
 
     async def preference_optimize(self, request: PreferenceOptimizeRequest) -> PostTrainingJob:
         raise NotSupported(
@@ -176,9 +183,24 @@ class JobService:
         if self._store.find_submitted(request.job_uuid, body_hash):
             self._refuse_other_algorithm(request)
         else:
-            spec = self._spec(request)
-            self._check_device(spec)
+            spec = self._checked_spec(request)
             self._store.submit(spec, body_hash, max_queued=self._scheduler.settings.max_queued)
+
+    def _checked_spec(self, request: SupervisedFineTuneRequest) -> JobSpec:
+        _check_validation(request.training_config)
+        spec = self._spec(request)
+        self._check_device(spec)
+        return spec
+
+    def _preflight_spec(self, preflight: PreflightRequest) -> JobSpec:
+        """The job that a submit of this would make; that of an earlier submit where it was made already."""
+        request = preflight.as_job(preflight.job_uuid or placeholder_id())
+        if self._store.find_submitted(request.job_uuid, _hash(request)):
+            self._refuse_other_algorithm(request)
+            return JobSpec.model_validate(self._store.get(request.job_uuid).spec)
+        spec = self._checked_spec(request)
+        self._store.check_new(spec)
+        return spec
 
     def _refuse_other_algorithm(self, request: SupervisedFineTuneRequest) -> None:
         """Raises Conflict where a replay names another adapter than the job trains.
@@ -297,7 +319,8 @@ class JobService:
             reader = open_rows(
                 DATA_SOURCE.validate_python(reference.source), SourcePolicy.model_validate(reference.policy)
             )
-            check_rows(reader, request.training_config.data_config.data_format)
+            data = request.training_config.data_config
+            check_rows(reader, data.data_format, data.columns)
         except (DatasetNotFound, DataInvalid) as error:
             error.param = f"training_config.data_config.{field}"
             raise
@@ -305,29 +328,28 @@ class JobService:
 
     def _status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         job = self._store.get(job_uuid)
-        waiting = self._scheduler.waiting(job)
-        return PostTrainingJobStatusResponse(
-            job_uuid=job.job_uuid,
-            status=JobStatus(job.status),
-            scheduled_at=job.scheduled_at,
-            started_at=job.started_at,
-            completed_at=job.completed_at,
-            resources_allocated=job.resources,
-            checkpoints=[checkpoint_of(row) for row in self._store.checkpoints(job_uuid)],
-            model=job.model,
-            provider_id=job.provider_id,
-            attempt=job.attempt,
-            max_attempts=max_attempts_of(job, self._scheduler.settings.max_attempts),
-            lost_attempts=job.lost_attempts,
-            queue_position=waiting.position,
-            waiting_reason=waiting.reason,
-            progress=JobProgress.model_validate(job.progress) if job.progress else None,
-            error=JobError.model_validate(job.error) if job.error else None,
-            report=job.report,
+        rows, waiting = self._store.checkpoints(job_uuid), self._scheduler.waiting(job)
+        return status_of(job, rows, waiting, self._scheduler.settings.max_attempts)
+
+
+def _check_validation(training: TrainingConfig) -> None:
+    """Refuse settings of a validation that contradict each other. Raises InvalidField."""
+    data = training.data_config
+    if data is None:
+        return
+    if data.validation_dataset_id and data.validation_split:
+        raise InvalidField(
+            "give a validation_dataset_id or a validation_split, not both",
+            param="training_config.data_config.validation_split",
+        )
+    if training.early_stopping_patience and not (data.validation_dataset_id or data.validation_split):
+        raise InvalidField(
+            "stopping early needs a validation loss: give a validation_dataset_id or a validation_split",
+            param="training_config.early_stopping_patience",
         )
 
 
 def _hash(request: SupervisedFineTuneRequest) -> str:
-    # Without nulls, so that a field which a later version adds as optional does not make a replay another request.
-    body: dict[str, Any] = request.model_dump(mode="json", exclude_none=True)
+    # Without what equals a default, so that a field which a later version adds does not make a replay another request.
+    body: dict[str, Any] = request.model_dump(mode="json", exclude_defaults=True)
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()

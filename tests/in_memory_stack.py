@@ -78,6 +78,8 @@ from apis.post_training import (
     PostTrainingJobStatusResponse,
     PostTrainingMetric,
     PreferenceOptimizeRequest,
+    PreflightReport,
+    PreflightRequest,
     StepMetric,
     StoredFile,
     SupervisedFineTuneRequest,
@@ -230,6 +232,39 @@ class PostTrainingService:
             self._check(request)
             self.jobs[request.job_uuid] = Job(request)
         return PostTrainingJob(job_uuid=request.job_uuid)
+
+    async def preflight(self, request: PreflightRequest) -> PreflightReport:
+        """Every character is a token, every row a step; the last row is dropped."""
+        self._check(request.as_job("preflight"))
+        config = request.training_config
+        assert config.data_config is not None
+        rows = (await self.datasets.iterrows(config.data_config.dataset_id)).data
+        texts = ["".join(message["content"] for message in row["messages"]) for row in rows[:-1]]
+        last = {"count": 1, "first_rows": [len(rows) - 1]}
+        none = {"count": 0, "first_rows": []}
+        steps, tokens = len(texts) * config.n_epochs, sum(map(len, texts))
+        question, answer = (message["content"] for message in rows[0]["messages"])
+        return PreflightReport.model_validate(
+            {
+                "dataset": {
+                    "rows": len(rows), "format": "messages", "tokens": tokens, "supervised_tokens": tokens // 2,
+                    "longest_row_tokens": 99, "truncated": none, "control_tokens": none, "fingerprint": "0" * 64,
+                    "dropped": {**last, "overlength": none, "unsupervised": last},
+                    "sample": [
+                        {"text": f"user: {question}\n", "supervised": False}, {"text": answer, "supervised": True},
+                    ],
+                },
+                "seed": config.seed or 0, "max_seq_len": config.data_config.max_seq_len or 4096,
+                "steps_per_epoch": len(texts), "total_steps": steps, "warmup_steps": steps // 10,
+                "tokens_per_epoch": tokens, "largest_step_tokens": 8, "longest_kept_tokens": 8,
+                "trainable_parameters": 4_884_480,
+                "memory": {
+                    "device_kind": "cpu", "base_bytes": 3 * 2**28, "adapter_bytes": 2**26, "activation_bytes": 2**28,
+                    "logit_bytes": 2**24, "runtime_bytes": 2**28, "total_bytes": 3 * 2**29,
+                },
+                "time": {"seconds": None, "tokens_per_second": None, "jobs": 0, "note": "unknown: no job yet"},
+            }
+        )  # fmt: skip
 
     def _check(self, request: SupervisedFineTuneRequest) -> None:
         if request.model is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import httpx
 import pytest
 
 from apis.post_training.models import JobProgress, SupervisedFineTuneRequest
+from post_training.jobs.tables import CheckpointRow
 from post_training.service import _hash
 from tests.job_server import JOBS, JobServer, job_server
 
@@ -81,3 +83,40 @@ def test_a_replay_is_the_same_for_a_version_that_knows_more_fields():
     for other in ({"max_grad_norm": None}, {"dtype": None}, {"n_epochs": 4}, {"data_config": {"dataset_id": "e"}}):
         changed = {**body, "training_config": {**body["training_config"], **other}}
         assert _hash(SupervisedFineTuneRequest.model_validate(changed)) != _hash(request)
+
+
+def test_the_best_checkpoint_is_the_one_with_the_lowest_validation_loss(server: JobServer):
+    owner = server.claim("j")
+    losses: list[tuple[float, float | None]] = [(3.0, None), (2.0, 1.5), (1.0, 1.2), (0.5, 1.4)]
+    for epoch, (train_loss, validation_loss) in enumerate(losses):
+        metrics = {"epoch": epoch, "train_loss": train_loss, "validation_loss": validation_loss}
+        row = CheckpointRow(
+            job_uuid="j", epoch=epoch, step=epoch + 1, path="p", created_at=datetime.now(UTC), metrics=metrics
+        )
+        server.leases.record_checkpoint(owner, row)
+        assert status(server, "j")["best_checkpoint"] == (None if epoch == 0 else f"base-sft-j-{min(epoch - 1, 2)}")
+        server.leases.announce("j", owner, epoch + 1, f"base-sft-j-{epoch}", {}, lambda session, row: None)
+    assert status(server, "j")["best_checkpoint"] == "base-sft-j-2"
+
+
+@pytest.mark.parametrize(
+    ("training", "param"),
+    [
+        (
+            {"data_config": {"dataset_id": "d", "validation_dataset_id": "v", "validation_split": 0.1}},
+            "training_config.data_config.validation_split",
+        ),
+        (
+            {"data_config": {"dataset_id": "d"}, "early_stopping_patience": 2},
+            "training_config.early_stopping_patience",
+        ),
+        (
+            {"data_config": {"dataset_id": "d", "validation_split": 1.0}},
+            "training_config.data_config.validation_split",
+        ),
+    ],
+)
+def test_a_validation_that_cannot_be_is_refused_by_its_field(server: JobServer, training: dict[str, Any], param: str):
+    body = {"job_uuid": "j", "model": "base", "training_config": training}
+    answer = httpx.post(f"{server.url}/v1alpha/post-training/supervised-fine-tune", json=body)
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)

@@ -97,7 +97,9 @@ class Notebook:
     async def _not_offered(self, *_: Any, **__: Any) -> Any:
         raise NotSupported("a notebook does not have that")
 
-    delete_job = stream_job_events = get_job_metrics = list_checkpoint_files = find_checkpoint_file = _not_offered
+    delete_job = stream_job_events = get_job_metrics = preflight = list_checkpoint_files = find_checkpoint_file = (
+        _not_offered
+    )
 
 
 class Notes:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, computed_field, field_validator
+from pydantic import Field, ValidationInfo, computed_field, field_validator
 
 from apis.common import Identifier, RequestModel, ResponseModel
 
@@ -31,6 +31,29 @@ class DatasetFormat(StrEnum):
     messages = "messages"
     prompt_completion = "prompt_completion"
     alpaca = "alpaca"
+    sharegpt = "sharegpt"
+    text = "text"
+
+    @property
+    def required_columns(self) -> tuple[str, ...]:
+        return _COLUMNS[self][0]
+
+    @property
+    def columns(self) -> tuple[str, ...]:
+        """Every column that is read, the required ones first."""
+        return _COLUMNS[self][0] + _COLUMNS[self][1]
+
+
+_COLUMNS: dict[DatasetFormat, tuple[tuple[str, ...], tuple[str, ...]]] = {
+    DatasetFormat.messages: (("messages",), ("tools",)),
+    DatasetFormat.dialog: (("dialog",), ()),
+    DatasetFormat.instruct: (("chat_completion_input", "expected_answer"), ()),
+    DatasetFormat.prompt_completion: (("prompt", "completion"), ()),
+    DatasetFormat.alpaca: (("instruction", "output"), ("input",)),
+    DatasetFormat.sharegpt: (("conversations",), ("system", "tools")),
+    DatasetFormat.text: (("text",), ()),
+}
+"""Required and optional columns of each format."""
 
 
 class JobStatus(StrEnum):
@@ -54,7 +77,18 @@ class DataConfig(RequestModel):
     )
     shuffle: bool = Field(default=True, description="A seeded permutation of the rows, anew each epoch")
     data_format: DatasetFormat | None = Field(default=None, description="null: told by the columns of the first row")
+    columns: dict[str, str] | None = Field(
+        default=None,
+        description='Where the data set names the columns of its format otherwise: {"prompt": "question"} reads '
+        "`prompt` from its column `question`",
+    )
     validation_dataset_id: Identifier | None = None
+    validation_split: float | None = Field(
+        default=None,
+        gt=0,
+        lt=1,
+        description="This part of the rows, drawn by the seed, is validated on and not trained on; at least one row",
+    )
     packed: bool | None = Field(
         default=False, description="Fill packs of `max_seq_len` tokens with whole rows, in order"
     )
@@ -62,17 +96,72 @@ class DataConfig(RequestModel):
     max_seq_len: int | None = Field(
         default=None,
         ge=8,
-        description="Longer rows are truncated on the right; null: the model's context, at most 4096",
+        description="The most tokens of a row; null: the model's context, at most 4096",
     )
+    on_overlength: Literal["truncate", "drop", "error"] = Field(
+        default="truncate",
+        description="What happens to a row of more tokens: cut on the right, left out, or the job is refused",
+    )
+
+    @field_validator("columns")
+    @classmethod
+    def _of_one_format(cls, value: dict[str, str] | None, info: ValidationInfo) -> dict[str, str] | None:
+        data_format = info.data.get("data_format")
+        formats = [data_format] if data_format else list(DatasetFormat)
+        if value and not any(set(value) <= set(each.columns) for each in formats):
+            raise ValueError(_unknown_columns(set(value), formats))
+        return value
+
+
+def _unknown_columns(names: set[str], formats: list[DatasetFormat]) -> str:
+    known = "; ".join(f"{data_format}: {', '.join(data_format.columns)}" for data_format in formats)
+    wrong = sorted(names - {column for data_format in formats for column in data_format.columns}) or sorted(names)
+    return f"no data format here reads {', '.join(map(repr, wrong))} (together); there are {known}"
 
 
 class OptimizerConfig(RequestModel):
+    """How weights are changed. A field that the chosen optimizer or schedule has no use for is refused."""
+
     optimizer_type: OptimizerType = OptimizerType.adamw
-    lr: float = Field(default=3e-4, gt=0, le=10, allow_inf_nan=False)
-    weight_decay: float = Field(default=0.0, ge=0, allow_inf_nan=False)
-    num_warmup_steps: int | None = Field(
-        default=None, ge=0, description="Linear warm-up, then cosine to 0; null: a tenth of all steps, at most 100"
+    lr: float = Field(default=3e-4, gt=0, le=10, allow_inf_nan=False, description="The highest learning rate")
+    weight_decay: float = Field(
+        default=0.0, ge=0, allow_inf_nan=False, description="Decoupled for adamw, in the gradient for adam and sgd"
     )
+    num_warmup_steps: int | None = Field(
+        default=None, ge=0, description="Linear warm-up, then `lr_schedule`; null: a tenth of all steps, at most 100"
+    )
+    lr_schedule: Literal["cosine", "linear", "constant"] | None = Field(
+        default=None, description="How the rate falls after the warm-up, until the job's last step; null: cosine"
+    )
+    min_lr_ratio: float | None = Field(
+        default=None, ge=0, le=1, description="The part of `lr` that cosine and linear fall to; null: 0"
+    )
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] | None = Field(
+        default=None, description="adam and adamw: decay of the two moments; null: 0.9, 0.999"
+    )
+    eps: float | None = Field(
+        default=None, gt=0, le=1, allow_inf_nan=False, description="adam and adamw: added to the divisor; null: 1e-8"
+    )
+    momentum: float | None = Field(default=None, ge=0, lt=1, description="sgd; null: 0")
+
+    @field_validator("betas", "eps", "momentum")
+    @classmethod
+    def _of_the_optimizer(cls, value: object, info: ValidationInfo) -> object:
+        chosen = info.data.get("optimizer_type")
+        if (
+            value is not None
+            and chosen is not None
+            and (chosen == OptimizerType.sgd) != (info.field_name == "momentum")
+        ):
+            raise ValueError(f"{info.field_name} has no effect on {chosen.value}; leave it out")
+        return value
+
+    @field_validator("min_lr_ratio")
+    @classmethod
+    def _of_the_schedule(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is not None and info.data.get("lr_schedule") == "constant":
+            raise ValueError("min_lr_ratio has no effect on a constant lr_schedule; leave it out")
+        return value
 
 
 class EfficiencyConfig(RequestModel):
@@ -95,6 +184,11 @@ class TrainingConfig(RequestModel):
     dtype: Literal["bf16", "fp32"] | None = "bf16"
     max_grad_norm: float | None = Field(default=1.0, gt=0, allow_inf_nan=False, description="null: no clipping")
     seed: int | None = Field(default=None, ge=0, lt=2**63, description="null: the provider's `torch_seed`, else 0")
+    early_stopping_patience: int | None = Field(
+        default=None,
+        ge=1,
+        description="End the job once the validation loss has not improved for so many epochs; null: run all epochs",
+    )
     save_every_n_steps: int | None = Field(
         default=None,
         ge=1,
@@ -144,9 +238,20 @@ class LoraFinetuningConfig(RequestModel):
     apply_lora_to_mlp: bool = True
     apply_lora_to_output: bool = False
     rank: int = Field(default=16, ge=1, le=4096)
-    alpha: int = Field(default=32, ge=1, le=65536, description="The adapter is scaled by alpha / rank")
-    use_dora: bool | None = False
-    quantize_base: bool | None = False
+    alpha: int = Field(
+        default=32, ge=1, le=65536, description="The adapter is scaled by alpha / rank, or as `use_rslora` says"
+    )
+    use_dora: bool | None = Field(
+        default=False, description="Train the length of each row of an adapted weight as well (DoRA)"
+    )
+    quantize_base: bool | None = Field(
+        default=False,
+        description="Train against a base held in 4 bits (NF4, QLoRA); adapter and merge are for the whole",
+    )
+    use_rslora: bool | None = Field(default=None, description="Scale by alpha / sqrt(rank); null: no")
+    lora_dropout: float | None = Field(
+        default=None, ge=0, lt=1, description="Part of an adapter's inputs that training leaves out at random; null: 0"
+    )
 
     @field_validator("lora_attn_modules")
     @classmethod
@@ -177,8 +282,7 @@ class DPOAlignmentConfig(RequestModel):
     loss_type: DPOLossType = DPOLossType.sigmoid
 
 
-class _JobRequest(RequestModel):
-    job_uuid: Identifier
+class _TrainingRequest(RequestModel):
     training_config: TrainingConfig = TrainingConfig()
     hyperparam_search_config: dict[str, Any] | None = None
     logger_config: dict[str, Any] | None = None
@@ -191,7 +295,7 @@ class _JobRequest(RequestModel):
             raise ValueError("this legacy field has no effect; send {} or leave it out")
 
 
-class SupervisedFineTuneRequest(_JobRequest):
+class _FineTuneRequest(_TrainingRequest):
     model: Identifier | None = Field(
         default=None, description="A model or an earlier checkpoint; null: provider's default"
     )
@@ -202,16 +306,35 @@ class SupervisedFineTuneRequest(_JobRequest):
     )
 
 
-class PreferenceOptimizeRequest(_JobRequest):
+class SupervisedFineTuneRequest(_FineTuneRequest):
+    job_uuid: Identifier
+
+
+class PreflightRequest(_FineTuneRequest):
+    """A `SupervisedFineTuneRequest` that is checked and not run."""
+
+    job_uuid: Identifier | None = Field(default=None, description="Checked where given, as in a submit")
+
+    def as_job(self, job_uuid: str) -> SupervisedFineTuneRequest:
+        """The request to run it; what is left out here is left out there."""
+        given = {name: getattr(self, name) for name in self.model_fields_set} | {"job_uuid": job_uuid}
+        return SupervisedFineTuneRequest.model_construct(set(given), **given)
+
+
+class PreferenceOptimizeRequest(_TrainingRequest):
+    job_uuid: Identifier
     finetuned_model: Identifier
     algorithm_config: DPOAlignmentConfig = DPOAlignmentConfig()
 
 
 class PostTrainingMetric(ResponseModel):
+    """Of one epoch; losses in nats. `token_accuracy`: the share of supervised validation tokens predicted right."""
+
     epoch: int
     train_loss: float
     validation_loss: float | None = None
     perplexity: float | None = None
+    token_accuracy: float | None = None
 
 
 class Checkpoint(ResponseModel):
@@ -224,6 +347,9 @@ class Checkpoint(ResponseModel):
     post_training_job_id: str
     path: str = Field(description="Where it lies, relative to the server's state folder")
     training_metrics: PostTrainingMetric | None = None
+    verification: dict[str, Any] | None = Field(
+        default=None, description="What was measured when it was loaded again, and what the merge lost by its dtype"
+    )
 
 
 class JobError(ResponseModel):
@@ -277,6 +403,9 @@ class PostTrainingJobStatusResponse(ResponseModel):
     completed_at: datetime | None = None
     resources_allocated: dict[str, Any] | None = None
     checkpoints: list[Checkpoint] = []
+    best_checkpoint: str | None = Field(
+        default=None, description="The one with the lowest validation loss or, without validation, training loss"
+    )
     model: str | None = None
     provider_id: str | None = None
     attempt: int = Field(default=0, description="How many times a worker took the job up")
@@ -369,3 +498,78 @@ class StoredFile:
     path: Path
     size: int
     sha256: str
+
+
+class RowNumbers(ResponseModel):
+    count: int
+    first_rows: list[int] = Field(description="The first 20, from 0")
+
+
+class DroppedRows(RowNumbers):
+    """Rows that are not trained on: too long where `on_overlength` is `drop`, or left without a supervised token."""
+
+    overlength: RowNumbers
+    unsupervised: RowNumbers
+
+
+class SampleRun(ResponseModel):
+    text: str
+    supervised: bool = Field(description="Whether these tokens carry loss")
+
+
+class DatasetReport(ResponseModel):
+    """A data set as it is trained on; tokens are those of the rows that are kept."""
+
+    rows: int = Field(description="Rows read")
+    format: DatasetFormat
+    tokens: int
+    supervised_tokens: int
+    longest_row_tokens: int = Field(description="Before truncation")
+    truncated: RowNumbers
+    dropped: DroppedRows
+    control_tokens: RowNumbers = Field(description="Rows whose own text holds the text of a control token")
+    sample: list[SampleRun] = Field(description="The first kept row as the model reads it, with its loss mask")
+    fingerprint: str = Field(description="sha256 of all tokens and weights")
+
+
+class ValidationSplit(ResponseModel):
+    training_rows: int
+    validation_rows: int
+
+
+class MemoryEstimate(ResponseModel):
+    """Bytes at the peak; docs/training.md has the formula."""
+
+    device_kind: str
+    base_bytes: int
+    adapter_bytes: int = Field(description="With gradients, fp32 masters and the optimizer's moments")
+    activation_bytes: int = Field(description="Of the largest micro-batch")
+    logit_bytes: int
+    runtime_bytes: int
+    total_bytes: int
+
+
+class TimeEstimate(ResponseModel):
+    seconds: float | None = Field(description="Of the training steps; null where no job like it has completed")
+    tokens_per_second: float | None
+    jobs: int = Field(description="How many jobs this is known from")
+    note: str
+
+
+class PreflightReport(ResponseModel):
+    """What a job would train on and take; the job's own `report` has the same keys."""
+
+    dataset: DatasetReport
+    validation_dataset: DatasetReport | None = None
+    validation_split: ValidationSplit | None = None
+    seed: int
+    max_seq_len: int
+    steps_per_epoch: int = Field(description="Optimizer steps of the first epoch")
+    total_steps: int
+    warmup_steps: int
+    tokens_per_epoch: int = Field(description="Tokens of the first epoch's steps")
+    largest_step_tokens: int
+    longest_kept_tokens: int = Field(description="After truncation")
+    trainable_parameters: int
+    memory: MemoryEstimate
+    time: TimeEstimate

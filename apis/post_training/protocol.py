@@ -15,6 +15,8 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
+    PreflightReport,
+    PreflightRequest,
     StoredFile,
     SupervisedFineTuneRequest,
 )
@@ -22,7 +24,7 @@ from apis.post_training.models import (
 
 @runtime_checkable
 class PostTraining(Protocol):
-    """Whole jobs. Every method answers at once; the training itself runs elsewhere."""
+    """Whole jobs. Every method but `preflight` answers at once; the training itself runs elsewhere."""
 
     async def supervised_fine_tune(self, request: SupervisedFineTuneRequest) -> PostTrainingJob:
         """Accept a job durably and return its id.
@@ -38,6 +40,15 @@ class PostTraining(Protocol):
 
     async def preference_optimize(self, request: PreferenceOptimizeRequest) -> PostTrainingJob:
         """As `supervised_fine_tune`, on preference rows. Raises NotSupported where a provider has none."""
+        ...
+
+    async def preflight(self, request: PreflightRequest) -> PreflightReport:
+        """Check a request as `supervised_fine_tune` does, read and tokenise all of its rows, and report; run nothing.
+
+        Raises:
+            BadRequest, NotFound: as `supervised_fine_tune`; DataInvalid also for what only tokens show.
+            TooLarge: the rows take too long to read for an answer.
+        """
         ...
 
     async def list_jobs(self) -> ListPostTrainingJobsResponse:

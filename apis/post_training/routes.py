@@ -20,6 +20,8 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
+    PreflightReport,
+    PreflightRequest,
     SupervisedFineTuneRequest,
 )
 from apis.post_training.protocol import PostTraining
@@ -50,6 +52,10 @@ def _add_submits(router: APIRouter, impl: PostTraining) -> None:
     @router.post("/preference-optimize")
     async def preference_optimize(request: PreferenceOptimizeRequest) -> PostTrainingJob:
         return await impl.preference_optimize(request)
+
+    @router.post("/preflight")
+    async def preflight(request: PreflightRequest) -> PreflightReport:
+        return await impl.preflight(request)
 
 
 def _add_jobs(router: APIRouter, impl: PostTraining) -> None:

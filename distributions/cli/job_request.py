@@ -55,6 +55,28 @@ def set_fields(body: dict[str, Any], fields: Mapping[str, Any]) -> None:
         target[name] = value
 
 
+def fine_tune_fields(
+    training_config: str | None,
+    algorithm_config: str | None,
+    options: Mapping[str, Any],
+    rank: int | None,
+    alpha: int | None,
+) -> dict[str, Any]:
+    """The fields of a fine-tuning request.
+
+    Args:
+        training_config, algorithm_config: as their options give them; see `json_object`.
+        options: dotted fields, which go over the JSON; a None sets nothing.
+    """
+    fields = {"training_config": json_object(training_config, "--training-config")}
+    algorithm = json_object(algorithm_config, "--algorithm-config")
+    set_fields(algorithm, {"rank": rank, "alpha": alpha})
+    if algorithm:
+        fields["algorithm_config"] = {"type": "LoRA", **algorithm}
+    set_fields(fields, options)
+    return fields
+
+
 def new_job_id(data: str | None) -> str:
     """An id to read and to sort by time: `<data>-<yyyymmdd>-<hhmmss>-<6 hex digits>`."""
     name = slug(Path(data).stem, 40) if data else "job"

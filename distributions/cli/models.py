@@ -103,28 +103,49 @@ def import_model(
 
 @app.command("export")
 def export_model(
-    checkpoint_id: Annotated[
-        str, typer.Argument(metavar="CHECKPOINT_ID", help="A checkpoint's id.", show_default=False)
+    model_id: Annotated[
+        str,
+        typer.Argument(metavar="MODEL_ID", help="A checkpoint's id; with --gguf also a base's.", show_default=False),
     ],
     merged: Annotated[bool, typer.Option("--merged", help="Adapter merged into its base: a whole model.")] = False,
-    dtype: Annotated[Literal["fp32", "bf16"], typer.Option("--dtype", help="Number format of the weights.")] = "fp32",
+    gguf: Annotated[bool, typer.Option("--gguf", help="One file for llama.cpp and what is built on it.")] = False,
+    dtype: Annotated[
+        Literal["fp32", "bf16", "f32", "f16", "q8_0"],
+        typer.Option("--dtype", help="Number format of the weights; f16 and q8_0 with --gguf only."),
+    ] = "fp32",
+    to: Annotated[
+        Path | None,
+        typer.Option("--to", metavar="FILE", help="With --gguf: where to write it. Left out: in the state folder."),
+    ] = None,
     stack: Annotated[
         str | None,
         typer.Option("--stack", help="The stack's template or run.yaml, if its store is not the default one."),
     ] = None,
 ) -> None:
-    """Write a checkpoint of this machine's state folder as a whole Hugging Face model and print where it lies.
+    """Write a model of this machine's state folder in another form, verified, and print where it lies.
+
+    --merged makes a whole Hugging Face model of a checkpoint; --gguf one file for llama.cpp.
 
     \b
-    Example:
+    Examples:
       postgrad models export SmolLM2-135M-Instruct-sft-1234-0 --merged --dtype bf16
+      postgrad models export SmolLM2-135M-Instruct-sft-1234-0 --gguf --dtype q8_0 --to tickets.gguf
     """
-    from post_training.catalog.exporting import export_merged
+    from post_training.catalog.exporting import export_gguf, export_merged
 
-    if not merged:
-        raise typer.BadParameter("give --merged: the adapter alone is part of every checkpoint already")
+    if merged == gguf:
+        raise typer.BadParameter(
+            "give --merged or --gguf, one of them: the adapter is part of every checkpoint already"
+        )
+    if merged and to is not None:
+        raise typer.BadParameter("--to goes with --gguf: a merged model is written into the state folder")
+    if merged and dtype in ("f16", "q8_0"):
+        raise typer.BadParameter(f"--dtype {dtype} goes with --gguf: a merged model is fp32 or bf16")
     with _local_catalog(state_home(), stack) as catalog:
-        print(export_merged(catalog, checkpoint_id, dtype))
+        if gguf:
+            print(export_gguf(catalog, model_id, "f32" if dtype == "fp32" else dtype, to))
+        else:
+            print(export_merged(catalog, model_id, "bf16" if dtype == "bf16" else "fp32"))
 
 
 @app.command("download")

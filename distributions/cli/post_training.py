@@ -47,6 +47,16 @@ DtypeOption = Annotated[
     Literal["bf16", "fp32"] | None, _option("--dtype", help="Number format of the base model. Left out: bf16.")
 ]
 Seed = Annotated[int | None, _option("--seed", min=0, help="Seed of order and initial weights. Left out: 0.")]
+ModelOption = Annotated[
+    str | None, _option("--model", help="Model or earlier checkpoint to start from. Left out: the stack's default.")
+]
+Rank = Annotated[int | None, _option("--rank", min=1, help="LoRA rank. Left out: 16.")]
+Alpha = Annotated[
+    int | None, _option("--alpha", min=1, help="LoRA alpha; updates are scaled by alpha/rank. Left out: 32.")
+]
+CheckpointDir = Annotated[
+    str | None, _option("--checkpoint-dir", help="A base-model or output folder there, as the provider reads it.")
+]
 Follow = Annotated[bool, _option("--follow", "-f", help="Watch it end: exit 0 completed, 1 failed, 3 cancelled.")]
 
 
@@ -54,27 +64,20 @@ Follow = Annotated[bool, _option("--follow", "-f", help="Watch it end: exit 0 co
 def supervised_fine_tune(
     ctx: typer.Context,
     job_uuid: NewJob = None,
-    model: Annotated[
-        str | None, _option("--model", help="Model or earlier checkpoint to start from. Left out: the stack's default.")
-    ] = None,
+    model: ModelOption = None,
     dataset: DataSet = None,
     validation_dataset: ValidationSet = None,
     epochs: Epochs = None,
     lr: LearningRate = None,
-    rank: Annotated[int | None, _option("--rank", min=1, help="LoRA rank. Left out: 16.")] = None,
-    alpha: Annotated[
-        int | None, _option("--alpha", min=1, help="LoRA alpha; updates are scaled by alpha/rank. Left out: 32.")
-    ] = None,
+    rank: Rank = None,
+    alpha: Alpha = None,
     batch_size: BatchSize = None,
     max_seq_len: MaxSeqLen = None,
     dtype: DtypeOption = None,
     seed: Seed = None,
     algorithm_config: AlgorithmJson = None,
     training_config: TrainingJson = None,
-    checkpoint_dir: Annotated[
-        str | None,
-        _option("--checkpoint-dir", help="A base-model or output folder there, as the provider reads it."),
-    ] = None,
+    checkpoint_dir: CheckpointDir = None,
     follow: Follow = False,
     as_json: AsJson = False,
 ) -> None:
@@ -87,18 +90,53 @@ def supervised_fine_tune(
       postgrad post_training supervised_fine_tune --job-uuid 1234 --model SmolLM2-135M-Instruct \\
           --algorithm-config '{"type": "LoRA", "rank": 8, "alpha": 16}' --training-config @training.json
     """
-    from distributions.cli.job_request import json_object, new_job_id, set_fields
+    from distributions.cli.job_request import fine_tune_fields, new_job_id
 
     client = connect(ctx)
-    algorithm = json_object(algorithm_config, "--algorithm-config")
-    fields = {"training_config": json_object(training_config, "--training-config")}
-    set_fields(fields, _training(client, dataset, validation_dataset, epochs, lr, batch_size, max_seq_len, dtype, seed))
-    set_fields(algorithm, {"rank": rank, "alpha": alpha})
-    if algorithm:
-        fields["algorithm_config"] = {"type": "LoRA", **algorithm}
-    set_fields(fields, {"model": model, "checkpoint_dir": checkpoint_dir, "job_uuid": job_uuid or new_job_id(dataset)})
+    options = _training(client, dataset, validation_dataset, epochs, lr, batch_size, max_seq_len, dtype, seed)
+    options |= {"model": model, "checkpoint_dir": checkpoint_dir, "job_uuid": job_uuid or new_job_id(dataset)}
+    fields = fine_tune_fields(training_config, algorithm_config, options, rank, alpha)
     job = client.post_training.supervised_fine_tune(**fields)
     _submitted(client, job.job_uuid, follow=follow, as_json=as_json)
+
+
+@app.command("preflight")
+def preflight(
+    ctx: typer.Context,
+    job_uuid: Annotated[str | None, _option("--job-uuid", help="Id that the job shall have; checked as well.")] = None,
+    model: ModelOption = None,
+    dataset: DataSet = None,
+    validation_dataset: ValidationSet = None,
+    epochs: Epochs = None,
+    lr: LearningRate = None,
+    rank: Rank = None,
+    alpha: Alpha = None,
+    batch_size: BatchSize = None,
+    max_seq_len: MaxSeqLen = None,
+    dtype: DtypeOption = None,
+    seed: Seed = None,
+    algorithm_config: AlgorithmJson = None,
+    training_config: TrainingJson = None,
+    checkpoint_dir: CheckpointDir = None,
+    as_json: AsJson = False,
+) -> None:
+    """Show what supervised_fine_tune with these options would train on and take, without training.
+
+    \b
+    Example:
+      postgrad post_training preflight --model SmolLM2-135M-Instruct --dataset tickets.jsonl --epochs 2
+    """
+    from distributions.cli.job_request import fine_tune_fields
+    from distributions.cli.preflight import print_report
+
+    client = connect(ctx)
+    options = _training(client, dataset, validation_dataset, epochs, lr, batch_size, max_seq_len, dtype, seed)
+    options |= {"model": model, "checkpoint_dir": checkpoint_dir, "job_uuid": job_uuid}
+    report = client.post_training.preflight(**fine_tune_fields(training_config, algorithm_config, options, rank, alpha))
+    if as_json:
+        print_json(report)
+    else:
+        print_report(report)
 
 
 @app.command("preference_optimize")

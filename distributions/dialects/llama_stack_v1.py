@@ -84,6 +84,7 @@ def body_translations() -> dict[str, Callable[[Body], Body]]:
     """Translation of each path that needs one, under every version prefix it is served at."""
     tails = {
         "post-training/supervised-fine-tune": translate_supervised_fine_tune,
+        "post-training/preflight": translate_supervised_fine_tune,
         "post-training/preference-optimize": translate_preference_optimize,
         "datasets": translate_dataset_registration,
     }

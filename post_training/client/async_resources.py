@@ -23,6 +23,8 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
+    PreflightReport,
+    PreflightRequest,
     SupervisedFineTuneRequest,
 )
 from post_training.client import calls
@@ -45,6 +47,10 @@ class PostTrainingResource(_Resource):
     ) -> PostTrainingJob:
         built = calls.build_request(SupervisedFineTuneRequest, request, fields)
         return await self._transport.send(calls.supervised_fine_tune(built))
+
+    async def preflight(self, request: PreflightRequest | None = None, /, **fields: Any) -> PreflightReport:
+        built = calls.build_request(PreflightRequest, request, fields)
+        return await self._transport.send(calls.preflight(built))
 
     async def preference_optimize(
         self, request: PreferenceOptimizeRequest | None = None, /, **fields: Any

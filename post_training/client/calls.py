@@ -32,6 +32,8 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
+    PreflightReport,
+    PreflightRequest,
     SupervisedFineTuneRequest,
 )
 from post_training.client.core import Call, ModelT, parse_as, parse_nothing, path_id
@@ -39,6 +41,8 @@ from post_training.client.errors import invalid_request
 
 Rows = list[Row]
 _JOBS = "/v1alpha/post-training/jobs"
+# All rows are read before the answer; the server gives up earlier than this.
+PREFLIGHT_PATIENCE_SECONDS = 1000.0
 # The server says something every 15 s at least.
 EVENTS_PATIENCE_SECONDS = 45.0
 
@@ -61,11 +65,20 @@ def _json(request: BaseModel) -> Any:
 
 def supervised_fine_tune(request: SupervisedFineTuneRequest) -> Call[PostTrainingJob]:
     path = "/v1alpha/post-training/supervised-fine-tune"
+    return Call("POST", path, parse_as(PostTrainingJob), body=_fine_tune(request))
+
+
+def preflight(request: PreflightRequest) -> Call[PreflightReport]:
+    path, body = "/v1alpha/post-training/preflight", _fine_tune(request)
+    return Call("POST", path, parse_as(PreflightReport), body=body, patience=PREFLIGHT_PATIENCE_SECONDS)
+
+
+def _fine_tune(request: SupervisedFineTuneRequest | PreflightRequest) -> Any:
     body = _json(request)
     if (algorithm := request.algorithm_config) is not None:
         # Without defaults: what is left out here is taken from the adapter where training goes on from one.
         body["algorithm_config"] = {"type": algorithm.type, **algorithm.model_dump(mode="json", exclude_unset=True)}
-    return Call("POST", path, parse_as(PostTrainingJob), body=body)
+    return body
 
 
 def preference_optimize(request: PreferenceOptimizeRequest) -> Call[PostTrainingJob]:

@@ -23,6 +23,8 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
+    PreflightReport,
+    PreflightRequest,
     SupervisedFineTuneRequest,
 )
 from post_training.client import calls
@@ -54,6 +56,18 @@ class PostTrainingResource(_Resource):
         """
         built = calls.build_request(SupervisedFineTuneRequest, request, fields)
         return self._transport.send(calls.supervised_fine_tune(built))
+
+    def preflight(self, request: PreflightRequest | None = None, /, **fields: Any) -> PreflightReport:
+        """What a job of this request would train on and take, from all of its rows; nothing is run.
+
+        Takes what `supervised_fine_tune` takes, `job_uuid` is optional, and waits until all rows are read.
+
+        Raises:
+            BadRequest, NotFound: as `supervised_fine_tune`; DataInvalid also for what only tokens show.
+            TooLarge: the rows take too long to read for an answer; the job itself has the time.
+        """
+        built = calls.build_request(PreflightRequest, request, fields)
+        return self._transport.send(calls.preflight(built))
 
     def preference_optimize(
         self, request: PreferenceOptimizeRequest | None = None, /, **fields: Any

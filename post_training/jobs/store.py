@@ -76,6 +76,11 @@ class JobStore:
             record_move(session, job, None, "submitted")
         return True
 
+    def check_new(self, spec: JobSpec) -> None:
+        """Raises Conflict where `submit` would because of other jobs; the room in the queue is not looked at."""
+        with self.database.reading() as session:
+            _check_checkpoint_ids(session, spec)
+
     def find_submitted(self, job_uuid: str, body_hash: str) -> bool:
         """Whether this very job was accepted before. Raises Conflict where the id belongs to another body."""
         with self.database.reading() as session:

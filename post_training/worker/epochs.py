@@ -1,14 +1,10 @@
-"""Which rows an epoch trains on, in which steps, and when to save inside it."""
+"""When to save inside an epoch, and after which epoch to stop early."""
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-
-from post_training.data.batching import epoch_order, steps
-from post_training.data.types import TokenizedRow
-from post_training.jobs.spec import JobSpec
-from post_training.worker.setup import max_seq_len
 
 SAVE_SECONDS = 300.0
 """Time between checkpoints inside an epoch where the request gives no number of steps."""
@@ -16,36 +12,15 @@ SAVING_SHARE = 0.03
 """At most this part of the time goes into such checkpoints."""
 
 
-def plan_epoch(spec: JobSpec, rows: Sequence[TokenizedRow], epoch: int) -> list[list[int]]:
-    """The row indices of each optimizer step of an epoch."""
-    data = spec.training_config.data_config
-    assert data is not None  # no job is accepted without
-    return steps(
-        [len(row.tokens) for row in rows],
-        order=epoch_order(len(rows), data.shuffle, spec.seed, epoch),
-        batch_size=data.batch_size,
-        accumulation=spec.training_config.gradient_accumulation_steps,
-        packed=bool(data.packed),
-        max_seq_len=max_seq_len(spec),
-        max_steps=spec.training_config.max_steps_per_epoch,
-    )
+def stops_early(losses: Sequence[float | None], patience: int | None) -> bool:
+    """Whether the newest `patience` validation losses, one for each epoch, have not improved on the best before them.
 
-
-def count_steps(spec: JobSpec, rows: Sequence[TokenizedRow]) -> int:
-    """Optimizer steps of the whole job."""
-    config = spec.training_config
-    if config.data_config is not None and config.data_config.packed:
-        # How rows fill packs depends on their order, which differs from epoch to epoch.
-        return sum(len(plan_epoch(spec, rows, epoch)) for epoch in range(config.n_epochs))
-    return config.n_epochs * len(plan_epoch(spec, rows, 0))
-
-
-def validation_rows(spec: JobSpec, rows: Sequence[TokenizedRow]) -> Sequence[TokenizedRow]:
-    """All rows, or those of the first `max_validation_steps` batches."""
-    config = spec.training_config
-    if config.max_validation_steps is None or config.data_config is None:
-        return rows
-    return rows[: config.max_validation_steps * config.data_config.batch_size]
+    A loss that is missing or not a number improves on nothing.
+    """
+    if patience is None or len(losses) <= patience:
+        return False
+    values = [math.inf if loss is None or math.isnan(loss) else loss for loss in losses]
+    return min(values[-patience:]) >= min(values[:-patience])
 
 
 class SaveTimer:

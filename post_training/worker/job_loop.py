@@ -5,23 +5,27 @@ from __future__ import annotations
 import logging
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from apis.errors import DataInvalid, NonFiniteLoss, NothingTrained, PostgradError
+from apis.errors import DataInvalid, ModelNotFound, NonFiniteLoss, NothingTrained, PostgradError
 from apis.post_training.models import JobStatus, PostTrainingMetric
 from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.layout import TRAINING_STATE
 from post_training.checkpoints.space import CheckpointSize, FreeBytes, check_start, estimate, free_bytes
 from post_training.checkpoints.state import load_training_state, masters_of, restore_rng, rng_tensors
 from post_training.data.batching import micro_batches
+from post_training.data.job_rows import JobRows, read_job_rows
+from post_training.data.planning import plan_epoch, validation_rows
 from post_training.data.preflight import TokenizedDataset
-from post_training.jobs.spec import DatasetRef, JobSpec
+from post_training.estimates import estimates
+from post_training.jobs.spec import JobSpec
 from post_training.training.interruption import Interrupted
 from post_training.training.trainer import StepResult, Trainer
 from post_training.worker import setup
-from post_training.worker.epochs import SaveTimer, count_steps, plan_epoch, validation_rows
+from post_training.worker.epochs import SaveTimer, stops_early
 from post_training.worker.keeping import discard_unannounced, release_room
 from post_training.worker.lease import Lease
 from post_training.worker.progress import ProgressReport, describe_validation, finite, peak_bytes
@@ -65,13 +69,13 @@ class JobLoop:
 
     def run(self) -> None:
         started = time.monotonic()
-        rows, validation = self._tokenize()
-        trainer = self._load(rows)
+        data = self._tokenize()
+        trainer = self._load(data.report)
         saver = self._saver(trainer)
         self._resume(trainer, saver)
         try:
-            while self._cursor.epoch < self._spec.training_config.n_epochs:
-                self._run_epoch(trainer, saver, rows, validation)
+            while self._cursor.epoch < self._spec.training_config.n_epochs and not self._stopped_early():
+                self._run_epoch(trainer, saver, data)
         except Interrupted:
             if self._lease.stop_reason == "stopped":
                 self._save_before_stop(trainer, saver)
@@ -83,35 +87,40 @@ class JobLoop:
 
     # -- before the first step -----------------------------------------------------------------------------------
 
-    def _tokenize(self) -> tuple[TokenizedDataset, TokenizedDataset | None]:
+    def _tokenize(self) -> JobRows:
         self._report.phase("tokenize")
-        training = self._read(self._spec.dataset, "dataset_id")
-        validation = self._read(self._spec.validation, "validation_dataset_id") if self._spec.validation else None
-        self._report_data("dataset", training)
-        if validation is not None:
-            self._report_data("validation_dataset", validation)
-        self._lease.update(report={"max_seq_len": setup.max_seq_len(self._spec)})
-        return training, validation
+        self._check_model_files()
+        data = read_job_rows(self._spec, self._home)
+        self._report_rows(data)
+        return data
 
-    def _read(self, reference: DatasetRef, field: str) -> TokenizedDataset:
-        """Raises DataInvalid, naming the data set."""
-        try:
-            return setup.tokenize(self._spec, reference)
-        except DataInvalid as error:
-            raise DataInvalid(
-                f"data set {reference.dataset_id!r}, {error.message}", param=f"training_config.data_config.{field}"
-            ) from error
+    def _check_model_files(self) -> None:
+        """Raises ModelNotFound where a folder of the model is gone, most likely since the job was accepted."""
+        model = self._spec.model
+        for identifier, folder, file in (
+            (model.base_identifier, model.base_dir, "config.json"),
+            (model.identifier, model.adapter_dir, "adapter_config.json"),
+        ):
+            if folder is not None and not (Path(folder) / file).is_file():
+                raise ModelNotFound(
+                    f"the files of model {identifier!r} are gone ({file} is missing): import or train it again",
+                    param="model",
+                )
 
-    def _report_data(self, name: str, data: TokenizedDataset) -> None:
+    def _report_rows(self, data: JobRows) -> None:
         """Store what was read. Raises DataInvalid where an earlier attempt of this job read something else."""
-        digest = setup.fingerprint(data.rows)
         before = self._earlier.report or {}
-        if before.get(name, {}).get("fingerprint", digest) != digest:
-            raise DataInvalid(f"the rows of {name} have changed since the job began; submit it again under another id")
-        report = {name: {**data.report, "fingerprint": digest}}
-        self._lease.update(report=report, message=f"tokenized {len(data.rows)} rows of {name}")
+        for name in ("dataset", "validation_dataset"):
+            digest = data.report.get(name, {}).get("fingerprint")
+            if before.get(name, {}).get("fingerprint", digest) != digest:
+                raise DataInvalid(
+                    f"the rows of {name} have changed since the job began; submit it again under another id"
+                )
+        held_out = "" if data.validation is None else f", {len(data.validation.rows)} to validate"
+        message = f"tokenized {len(data.training.rows)} rows to train on{held_out}"
+        self._lease.update(report=data.report, message=message)
 
-    def _load(self, data: TokenizedDataset) -> Trainer:
+    def _load(self, report: dict[str, Any]) -> Trainer:
         self._report.phase("load_model")
         self._check_space(self._size(0, 0))  # what is known before the model is: a merged model's part
         config = self._spec.training_config
@@ -120,7 +129,7 @@ class JobLoop:
         # What the first attempt ran with: another number of threads could change the last bit of a sum.
         threads = setup.set_threads(first.get("threads", self._spec.worker.threads))
         model = setup.load_model(self._spec, device)
-        total = count_steps(self._spec, data.rows)
+        total: int = report["total_steps"]
         optim = setup.optim_settings(config.optimizer_config, total, config.max_grad_norm)
         trainable = sum(parameter.numel() for parameter in model.adapter_parameters().values())
         self._report.progress.total_steps = total
@@ -128,9 +137,7 @@ class JobLoop:
             progress=self._report.progress,
             resources={"device": device, "threads": threads, "dtype": config.dtype or "bf16"},
             report={
-                "seed": self._spec.seed,
-                "total_steps": total,
-                "warmup_steps": optim.warmup_steps,
+                **estimates(self._lease.store.database, self._spec, report, device.partition(":")[0]),
                 "trainable_parameters": trainable,
             },
             message=f"loaded {self._spec.model.identifier}: {trainable:,} trainable parameters, {total} steps in all",
@@ -154,13 +161,14 @@ class JobLoop:
         return Saver(self._lease, self._spec, self._home, size, self._free)
 
     def _size(self, parameters: int, tensors: int) -> CheckpointSize:
-        worker = self._spec.worker
+        worker, optimizer = self._spec.worker, self._spec.training_config.optimizer_config
         return estimate(
             parameters,
             tensors,
-            self._spec.training_config.optimizer_config.optimizer_type.value,
+            optimizer.optimizer_type.value,
             Path(self._spec.model.base_dir),
             worker.merged_dtype if "merged" in worker.export else None,
+            momentum=bool(optimizer.momentum),
         )
 
     def _check_space(self, size: CheckpointSize) -> None:
@@ -200,15 +208,13 @@ class JobLoop:
 
     # -- an epoch ------------------------------------------------------------------------------------------------
 
-    def _run_epoch(
-        self, trainer: Trainer, saver: Saver, data: TokenizedDataset, validation: TokenizedDataset | None
-    ) -> None:
+    def _run_epoch(self, trainer: Trainer, saver: Saver, data: JobRows) -> None:
         cursor = self._cursor
         self._report.progress.epoch = cursor.epoch
         self._report.phase("train")
-        plan = plan_epoch(self._spec, data.rows, cursor.epoch)
+        plan = plan_epoch(self._spec, data.training.rows, cursor.epoch)
         for indices in plan[cursor.position :]:
-            rows = [data.rows[index] for index in indices]
+            rows = [data.training.rows[index] for index in indices]
             result = trainer.train_step(list(micro_batches(rows, self._spec.worker.micro_batch_tokens)))
             self._finish_step(trainer, result)
             if cursor.position < len(plan) and self._timer.due(trainer.step):
@@ -216,9 +222,22 @@ class JobLoop:
         if cursor.weight == 0.0:
             raise NothingTrained(f"epoch {cursor.epoch} made no optimizer step with a finite loss and gradient")
         metric = PostTrainingMetric(epoch=cursor.epoch, train_loss=cursor.loss / cursor.weight)
-        if validation is not None:
-            self._validate(trainer, validation, metric)
+        if data.validation is not None:
+            self._validate(trainer, data.validation, metric)
         self._save_epoch(trainer, saver, metric)
+
+    def _stopped_early(self) -> bool:
+        """Told from the epochs' stored losses, so that a resumed job stops where an undisturbed one does."""
+        rows = self._lease.store.checkpoints(self._lease.job_uuid)
+        losses = [row.metrics.get("validation_loss") for row in rows if row.metrics is not None]
+        patience = self._spec.training_config.early_stopping_patience
+        if not stops_early(losses, patience):
+            return False
+        self._lease.update(
+            report={"stopped_early_after_epoch": len(losses) - 1},
+            message=f"stopped early: the validation loss has not improved for {patience} epochs",
+        )
+        return True
 
     def _finish_step(self, trainer: Trainer, result: StepResult) -> None:
         self._cursor.advance(result)
@@ -235,6 +254,7 @@ class JobLoop:
         rows = validation_rows(self._spec, data.rows)
         result = trainer.validate(micro_batches(rows, self._spec.worker.micro_batch_tokens))
         metric.validation_loss, metric.perplexity = finite(result.loss), finite(result.perplexity)
+        metric.token_accuracy = finite(result.token_accuracy)
         self._lease.update(message=describe_validation(metric.epoch, result))
 
     # -- saving --------------------------------------------------------------------------------------------------

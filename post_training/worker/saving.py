@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, wait
 from dataclasses import asdict, dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -19,6 +19,7 @@ from apis.post_training.models import JobProgress, PostTrainingMetric
 from post_training.catalog.models import ModelCatalog, checkpoint_identifier
 from post_training.checkpoints.export import merge, write_adapter
 from post_training.checkpoints.layout import TRAINING_STATE, CheckpointWriter, Manifest, check_files
+from post_training.checkpoints.model_card import Run, write_card
 from post_training.checkpoints.space import CheckpointSize, FreeBytes, check_save, free_bytes
 from post_training.checkpoints.state import load_training_state, save_training_state
 from post_training.checkpoints.verify import verify_checkpoint
@@ -114,7 +115,8 @@ class Saver:
         step = snapshot.trainer.step
         check_save(self._home, needed, step, self._free)
         self._lease.confirm()
-        directory = write_checkpoint(self._spec, self._home, snapshot, merged, lambda: self._make_way(step))
+        report = self._lease.store.get(self._lease.job_uuid).report
+        directory = write_checkpoint(self._spec, self._home, snapshot, merged, lambda: self._make_way(step), report)
         path = directory.relative_to(self._home).as_posix()
         self._lease.record_checkpoint(lambda: _new_row(self._spec, snapshot, step, path))
         self.newest = step
@@ -184,12 +186,18 @@ def _inside_id(spec: JobSpec, step: int) -> str:
 
 
 def write_checkpoint(
-    spec: JobSpec, home: Path, snapshot: Snapshot, merged: bool, confirm: Callable[[], None] = lambda: None
+    spec: JobSpec,
+    home: Path,
+    snapshot: Snapshot,
+    merged: bool,
+    confirm: Callable[[], None] = lambda: None,
+    report: Mapping[str, Any] | None = None,
 ) -> Path:
-    """Write a complete checkpoint directory and return it.
+    """Write a complete checkpoint directory and return it; after an epoch it has model cards.
 
     Args:
         confirm: see `CheckpointWriter.commit`.
+        report: the job's, for the cards.
 
     Raises:
         DiskFull
@@ -204,17 +212,41 @@ def write_checkpoint(
         if merged:
             meta["merge"] = asdict(merge(base_dir, writer.adapter, writer.merged, spec.worker.merged_dtype))
         save_training_state(writer.training_state, {**tensors, **snapshot.rng}, meta)
+        if snapshot.metric is not None:
+            _write_cards(writer, merged, _card_run(spec, snapshot, report or {}, meta.get("merge")))
         return writer.commit(_manifest(spec, snapshot), confirm)
+
+
+def _write_cards(writer: CheckpointWriter, merged: bool, run: Run) -> None:
+    write_card(writer.adapter, "adapter", run)
+    if merged:
+        write_card(writer.merged, "merged", run)
+
+
+def _card_run(spec: JobSpec, snapshot: Snapshot, report: Mapping[str, Any], merge: Mapping[str, Any] | None) -> Run:
+    assert snapshot.metric is not None  # inside an epoch there is no card
+    return Run(
+        spec=spec,
+        identifier=_identifier(spec, snapshot),
+        step=snapshot.trainer.step,
+        epoch=snapshot.epoch,
+        metrics=snapshot.metric.model_dump(),
+        report=report,
+        merge=merge,
+        versions=_versions(),
+    )
+
+
+def _identifier(spec: JobSpec, snapshot: Snapshot) -> str:
+    if snapshot.metric is None:
+        return _inside_id(spec, snapshot.trainer.step)
+    return checkpoint_identifier(spec.model.identifier, spec.job_uuid, snapshot.epoch)
 
 
 def _manifest(spec: JobSpec, snapshot: Snapshot) -> Manifest:
     step, metric = snapshot.trainer.step, snapshot.metric
     return Manifest(
-        identifier=(
-            _inside_id(spec, step)
-            if metric is None
-            else checkpoint_identifier(spec.model.identifier, spec.job_uuid, snapshot.epoch)
-        ),
+        identifier=_identifier(spec, snapshot),
         job_uuid=spec.job_uuid,
         model=spec.model.identifier,
         base_model=spec.model.base_identifier,

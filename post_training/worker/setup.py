@@ -1,25 +1,19 @@
-"""From a job's spec to what its loop needs: device, model, tokenised rows, trainer."""
+"""From a job's spec to what its loop needs: device, threads, model, rows, settings of the optimizer."""
 
 from __future__ import annotations
 
-import hashlib
 import importlib
-import json
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from apis.datasets.models import DATA_SOURCE
 from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig, OptimizerConfig
-from post_training.data.chat import ChatTokenizer
-from post_training.data.preflight import TokenizedDataset, tokenize_dataset
-from post_training.data.sources import SourcePolicy, open_rows
-from post_training.data.types import TokenizedRow
-from post_training.jobs.spec import DatasetRef, JobSpec
+from post_training.data.job_rows import tokenize as tokenize
+from post_training.data.planning import warmup_steps
+from post_training.jobs.spec import JobSpec
 from post_training.training.model import LoraSettings, ModelConfig, TrainableModel
 from post_training.training.optim import OptimSettings
 
@@ -48,16 +42,6 @@ def usable_cores() -> int:
     return os.cpu_count() or 1  # macOS has no affinity
 
 
-def fingerprint(rows: Sequence[TokenizedRow]) -> str:
-    """sha256 of all tokens and weights in order, hexadecimal."""
-    digest = hashlib.sha256()
-    for row in rows:
-        digest.update(len(row.tokens).to_bytes(8, "little"))
-        digest.update(row.tokens.tobytes())
-        digest.update(row.weights.tobytes())
-    return digest.hexdigest()
-
-
 def lora_settings(config: LoraFinetuningConfig) -> LoraSettings:
     return LoraSettings(
         rank=config.rank,
@@ -65,6 +49,10 @@ def lora_settings(config: LoraFinetuningConfig) -> LoraSettings:
         attn_modules=tuple(config.lora_attn_modules),
         mlp=config.apply_lora_to_mlp,
         output=config.apply_lora_to_output,
+        dora=bool(config.use_dora),
+        rslora=bool(config.use_rslora),
+        dropout=config.lora_dropout or 0.0,
+        quantized_base=bool(config.quantize_base),
     )
 
 
@@ -85,39 +73,17 @@ def load_model(spec: JobSpec, device: str) -> TrainableModel:
     )
 
 
-def max_seq_len(spec: JobSpec) -> int:
-    """The request's, else the provider's default, at most the model's context."""
-    data = spec.training_config.data_config
-    if data is not None and data.max_seq_len is not None:
-        return data.max_seq_len
-    config: dict[str, Any] = json.loads((Path(spec.model.base_dir) / "config.json").read_bytes())
-    context = config.get("max_position_embeddings")
-    return (
-        min(spec.worker.default_max_seq_len, context) if isinstance(context, int) else spec.worker.default_max_seq_len
-    )
-
-
-def tokenize(spec: JobSpec, reference: DatasetRef) -> TokenizedDataset:
-    """Read, check and tokenise a data set. Raises DataInvalid with the row's number."""
-    data = spec.training_config.data_config
-    assert data is not None  # no job is accepted without
-    source = DATA_SOURCE.validate_python(reference.source)
-    return tokenize_dataset(
-        open_rows(source, SourcePolicy.model_validate(reference.policy)),
-        ChatTokenizer.from_dir(Path(spec.model.base_dir), now=spec.created_at),
-        data_format=data.data_format,
-        train_on_input=bool(data.train_on_input),
-        max_seq_len=max_seq_len(spec),
-    )
-
-
 def optim_settings(config: OptimizerConfig, total_steps: int, max_grad_norm: float | None) -> OptimSettings:
-    warmup = config.num_warmup_steps
     return OptimSettings(
         total_steps=total_steps,
         optimizer=config.optimizer_type.value,
         lr=config.lr,
         weight_decay=config.weight_decay,
-        warmup_steps=min(100, total_steps // 10) if warmup is None else warmup,
+        warmup_steps=warmup_steps(config, total_steps),
         max_grad_norm=max_grad_norm,
+        schedule=config.lr_schedule or "cosine",
+        min_lr_ratio=config.min_lr_ratio or 0.0,
+        betas=config.betas,
+        eps=config.eps,
+        momentum=config.momentum,
     )

@@ -75,11 +75,11 @@ TEXTS = [
 
 
 def main(gguf: str) -> None:
-    parameters = xllamacpp.CommonParams()
+    parameters = xllamacpp.CommonParams()  # pyright: ignore[reportAttributeAccessIssue]
     parameters.model.path = gguf
     parameters.n_ctx = 256
     parameters.warmup = False
-    server = xllamacpp.Server(parameters)
+    server = xllamacpp.Server(parameters)  # pyright: ignore[reportAttributeAccessIssue]
     recorded = [{"text": text, "ids": tokenize(server.listening_address, text)} for text in TEXTS]
     lines = ",\n".join(json.dumps(record) for record in recorded)
     tokenizer = f"llama.cpp in xllamacpp {xllamacpp.__version__}"
