@@ -174,7 +174,7 @@ def test_training_goes_on_from_a_checkpoint_exactly(
 ):
     body = request("again", "first-data", n_epochs=1, optimizer_config={"lr": 1e-30}, dtype="bf16")
     body |= {"model": "tiny-sft-first-1", "algorithm_config": {"type": "LoRA"}}
-    with pytest.raises(InvalidField, match="own rank"):
+    with pytest.raises(InvalidField, match="rank is 6, the request asks for 32"):
         client.post_training.supervised_fine_tune(**{**body, "algorithm_config": {"type": "LoRA", "rank": 32}})
     client.post_training.supervised_fine_tune(**body)
     client.post_training.supervised_fine_tune(**body)
