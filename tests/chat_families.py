@@ -243,7 +243,7 @@ def real(name: str) -> Family:
     """The family with its real template's text; skips the test where trl is not installed."""
     package = importlib.util.find_spec("trl")  # found, not imported
     if package is None or package.origin is None:
-        pytest.skip("needs the templates in the wheel of trl: install 'postgrad[bench]'")
+        pytest.skip("needs the templates in the wheel of trl: install 'postgrad[test]'")
     return replace(REAL[name], template=(Path(package.origin).parent / "chat_templates" / f"{name}.jinja").read_text())
 
 

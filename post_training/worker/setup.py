@@ -13,6 +13,7 @@ from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig, OptimizerConfig
 from post_training.data.job_rows import tokenize as tokenize
 from post_training.data.planning import warmup_steps
+from post_training.jobs.devices import usable_cores
 from post_training.jobs.spec import JobSpec
 from post_training.training.model import LoraSettings, ModelConfig, TrainableModel
 from post_training.training.optim import OptimSettings
@@ -34,12 +35,6 @@ def set_threads(threads: int | None) -> int:
     wanted = threads or int(os.environ.get("OMP_NUM_THREADS") or 0) or usable_cores()
     torch.set_num_threads(wanted)
     return wanted
-
-
-def usable_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1  # macOS has no affinity
 
 
 def lora_settings(config: LoraFinetuningConfig) -> LoraSettings:
