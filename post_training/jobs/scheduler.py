@@ -114,7 +114,8 @@ class Scheduler:
             never.wait(0.05)
         for worker in workers:
             worker.kill()
-        self._try(self._give_back_all)
+        if self._workers:
+            self._try(self._give_back_all)
         self._workers.clear()
 
     def _give_back_all(self) -> None:

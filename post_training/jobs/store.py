@@ -140,11 +140,6 @@ class JobStore:
             query = select(JobRow.job_uuid).where(JobRow.status == status).order_by(JobRow.sequence)
             return session.scalars(query).all()
 
-    def known(self, job_uuids: Collection[str]) -> frozenset[str]:
-        """Those of `job_uuids` that are jobs."""
-        with self.database.reading() as session:
-            return frozenset(session.scalars(select(JobRow.job_uuid).where(JobRow.job_uuid.in_(job_uuids))))
-
     def checkpoints(self, job_uuid: str) -> Sequence[CheckpointRow]:
         """Announced checkpoints by step."""
         return [row for row in self.all_checkpoints(job_uuid) if row.announced_at is not None]

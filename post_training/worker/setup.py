@@ -11,7 +11,6 @@ import torch
 
 from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig, OptimizerConfig
-from post_training.data.job_rows import tokenize as tokenize
 from post_training.data.planning import warmup_steps
 from post_training.jobs.devices import usable_cores
 from post_training.jobs.spec import JobSpec

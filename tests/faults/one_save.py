@@ -22,6 +22,7 @@ from post_training.checkpoints.layout import TRAINING_STATE, check_files
 from post_training.checkpoints.space import CheckpointSize
 from post_training.checkpoints.state import load_training_state, rng_tensors
 from post_training.data.batching import flatten
+from post_training.data.job_rows import tokenize
 from post_training.training.optim import OptimSettings
 from post_training.training.trainer import Trainer
 from post_training.worker import setup
@@ -44,7 +45,7 @@ class OneSave:
         self._spec = self.bench.submit("saved", rows(2), save_total_limit=5)
         claim = self.bench.claim()
         self._lease = Lease(self.bench.store, claim.job_uuid, claim.owner)
-        data = setup.tokenize(self._spec, self._spec.dataset).rows
+        data = tokenize(self._spec, self._spec.dataset).rows
         self._trainer = Trainer(setup.load_model(self._spec, "cpu"), OptimSettings(3, lr=1e-2))
         self._saver = Saver(self._lease, self._spec, home, CheckpointSize(0, 0), lambda _: 0)
         self._merged = merged
