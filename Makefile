@@ -3,9 +3,11 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
-SOURCES := apis post_training providers distributions tests examples
+SOURCES := apis post_training providers distributions tests examples benchmarks
+# The cases that are measured at other ranks and step sizes too.
+SPOTS := ours,torchtune-padded,trl-padded
 
-.PHONY: quickstart test test-faults check fix clean
+.PHONY: quickstart test test-faults bench check fix clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python examples/quickstart/quickstart.py
@@ -16,6 +18,17 @@ test: check
 # The long forms of the tests that kill, fill and cut: about half an hour.
 test-faults: $(VENV)/.test
 	POSTGRAD_LONG_FAULTS=1 $(BIN)/python -m pytest tests/faults
+
+# Hours, on a machine that does nothing else; what they found goes into docs/performance.md.
+bench: $(VENV)/.bench
+	$(BIN)/python -m benchmarks.training --write
+	$(BIN)/python -m benchmarks.training --write --section training-rank-8 --rank 8 --alpha 16 --only $(SPOTS)
+	$(BIN)/python -m benchmarks.training --write --section training-rank-64 --rank 64 --alpha 128 --only $(SPOTS)
+	$(BIN)/python -m benchmarks.training --write --section training-small-steps --batch 1 --only $(SPOTS)
+	$(BIN)/python -m benchmarks.training --write --section training-large-steps --accumulation 6 --steps 10 --only $(SPOTS)
+	$(BIN)/python -m benchmarks.limit --write
+	$(BIN)/python -m benchmarks.service --write
+	$(BIN)/python -m benchmarks.growth --write
 
 check: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)
@@ -38,6 +51,10 @@ $(VENV)/.made:
 # A stamp per extra: make installs again when the pins change.
 $(VENV)/.quickstart: pyproject.toml constraints.txt $(VENV)/.made
 	$(PIP) --editable '.[quickstart]'
+	touch $@
+
+$(VENV)/.bench: pyproject.toml constraints.txt $(VENV)/.made
+	$(PIP) --editable '.[bench]'
 	touch $@
 
 $(VENV)/.test: pyproject.toml constraints.txt $(VENV)/.made

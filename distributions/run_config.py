@@ -112,11 +112,14 @@ class JobsConfig(_Section):
             runs two, each with half of the cores.
         max_queued: waiting jobs beyond which a submit is answered with 429.
         max_attempts: attempts that may end without a result, since a job's newest checkpoint, before it fails.
+        warm_seconds: how long a worker that has ended its job waits for the next one, which then starts in a second or
+            two; 0: each job has a process of its own. A waiting worker holds no model.
     """
 
     devices: Literal["auto"] | list[str] = "auto"
     max_queued: Annotated[int, Field(ge=1)] = 100
     max_attempts: Annotated[int, Field(ge=1, le=1000)] = 3
+    warm_seconds: Annotated[float, Field(ge=0, le=86400)] = 300.0
 
     @field_validator("devices")
     @classmethod
@@ -134,7 +137,7 @@ class JobsConfig(_Section):
             # No refusal: not every system shows its GPUs where they are looked for.
             if slot.kind == "cuda" and int(slot.device.partition(":")[2]) >= visible:
                 log.warning("jobs.devices: %s is listed, but %d CUDA devices are visible here", slot.device, visible)
-        return SchedulerSettings(slots, self.max_queued, self.max_attempts)
+        return SchedulerSettings(slots, self.max_queued, self.max_attempts, self.warm_seconds)
 
 
 class LoggingConfig(_Section):

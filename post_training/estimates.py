@@ -116,7 +116,7 @@ def duration(database: Database, spec: JobSpec, report: dict[str, Any], device_k
     if not speeds:
         return {"seconds": None, "tokens_per_second": None, "jobs": 0, "note": f"unknown: no job has {what} yet"}
     speed = median(speeds)
-    tokens = report["tokens_per_epoch"] * spec.training_config.n_epochs
+    tokens = report["tokens_per_epoch"] * report["n_epochs"]
     noun = "job" if len(speeds) == 1 else "jobs"
     note = f"by the speed of {len(speeds)} {noun} {what}; loading, validation and checkpoints come on top"
     return {"seconds": tokens / speed, "tokens_per_second": speed, "jobs": len(speeds), "note": note}

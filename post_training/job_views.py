@@ -13,14 +13,28 @@ from apis.post_training.models import (
     JobEventKind,
     JobProgress,
     JobStatus,
+    JobSummary,
+    ListPostTrainingJobsResponse,
     PostTrainingJobStatusResponse,
     PostTrainingMetric,
     StepMetric,
 )
 from post_training.checkpoints.retention import SavedCheckpoint, best_step
 from post_training.jobs.leases import max_attempts_of
+from post_training.jobs.listing import JobPage
 from post_training.jobs.tables import CheckpointRow, EventRow, JobRow
 from post_training.jobs.waiting import Waiting
+
+
+def list_of(page: JobPage, *, paged: bool) -> ListPostTrainingJobsResponse:
+    """A list of jobs. `paged`: it was asked for as a page, and says whether there are more."""
+    data = [
+        JobSummary(job_uuid=job.job_uuid, status=job.status, model=job.model, created_at=job.scheduled_at)
+        for job in page.jobs
+    ]
+    if not paged:
+        return ListPostTrainingJobsResponse(data=data)
+    return ListPostTrainingJobsResponse(data=data, has_more=page.next is not None, next=page.next)
 
 
 def checkpoint_of(row: CheckpointRow) -> Checkpoint:

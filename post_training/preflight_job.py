@@ -11,7 +11,7 @@ import anyio
 import anyio.to_thread
 
 from apis.errors import TooLarge, Unavailable
-from apis.post_training.models import PreflightReport
+from apis.post_training.reports import PreflightReport
 from post_training.checkpoints.child import run_child
 from post_training.estimates import estimates
 from post_training.jobs.database import Database

@@ -5,16 +5,20 @@ python -m post_training.processes <module> …     (runs a module that ends itse
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import runpy
 import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 
 LIFELINE = "POSTGRAD_LIFELINE_FD"
 _ROOT = str(Path(__file__).parents[1])
+_CGROUP = Path("/sys/fs/cgroup")
 
 
 def python_module(module: str) -> list[str]:
@@ -96,6 +100,30 @@ def torch_environment(threads: int | None = None) -> dict[str, str]:
     if threads:
         environment["OMP_NUM_THREADS"] = str(threads)
     return environment
+
+
+def return_memory() -> None:
+    """Give what this process has freed back to the system, where its C library can: glibc keeps it otherwise."""
+    gc.collect()
+    with suppress(OSError, AttributeError):  # another library than glibc
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def available_memory(meminfo: Path = Path("/proc/meminfo"), cgroup: Path = _CGROUP) -> int | None:
+    """Bytes that this process may still take without driving others out; None where the system does not tell.
+
+    In a container (cgroup v2, as it sees itself) also no more than its limit leaves, cached files aside.
+    """
+    try:
+        lines = dict(line.split(":", 1) for line in meminfo.read_text(encoding="ascii").splitlines())
+        free = int(lines["MemAvailable"].split()[0]) * 1024
+    except (OSError, KeyError):
+        return None
+    with suppress(OSError, ValueError, KeyError):  # no such limit
+        limit, used = (int((cgroup / name).read_text()) for name in ("memory.max", "memory.current"))
+        stat = dict(line.split() for line in (cgroup / "memory.stat").read_text().splitlines())
+        free = min(free, limit - used + int(stat["inactive_file"]))
+    return free
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from apis.post_training.models import (
     CheckpointFilesResponse,
     JobEvent,
     JobStatus,
-    JobSummary,
+    ListOrder,
     ListPostTrainingJobsResponse,
     LoraFinetuningConfig,
     PostTrainingJob,
@@ -33,20 +33,21 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
-    PreflightReport,
     PreflightRequest,
     StoredFile,
     SupervisedFineTuneRequest,
     TrainingConfig,
 )
+from apis.post_training.reports import PreflightReport
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.folders import imported_models
 from post_training.catalog.models import ModelCatalog, ResolvedModel, checkpoint_identifier
 from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
+from post_training.defaults import MAX_DEFAULT_EPOCHS
 from post_training.event_stream import EventStreams
 from post_training.job_files import CheckpointFiles, delete_job
-from post_training.job_views import log_line, metric_of, status_of
+from post_training.job_views import list_of, log_line, metric_of, status_of
 from post_training.jobs.database import Database, now
 from post_training.jobs.scheduler import Scheduler
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
@@ -63,6 +64,7 @@ class ProviderProfile:
 
     Attributes:
         check: called before a job is accepted.
+        default_lr: the learning rate of a job on this model whose request names none.
         worker: settings stored with each job.
         default_model: used where a request names none.
         default_seed: used where a request gives none.
@@ -71,6 +73,7 @@ class ProviderProfile:
 
     provider_id: str
     check: CheckRequest
+    default_lr: Callable[[ResolvedModel], float]
     worker: WorkerSettings
     default_model: str | None = None
     default_seed: int = 0
@@ -117,15 +120,17 @@ class JobService:
             f"provider {self._profile.provider_id!r} has no preference optimization; it offers supervised_fine_tune"
         )
 
-    async def list_jobs(self) -> ListPostTrainingJobsResponse:
-        jobs = await anyio.to_thread.run_sync(self._store.summaries)
-        return ListPostTrainingJobsResponse(
-            data=[
-                JobSummary(
-                    job_uuid=job.job_uuid, status=JobStatus(job.status), model=job.model, created_at=job.scheduled_at
-                )
-                for job in jobs
-            ]
+    async def list_jobs(
+        self,
+        limit: int | None = None,
+        after: str | None = None,
+        order: ListOrder = ListOrder.asc,
+        status: JobStatus | None = None,
+    ) -> ListPostTrainingJobsResponse:
+        return await anyio.to_thread.run_sync(
+            lambda: list_of(
+                self._store.page(limit=limit, after=after, order=order, status=status), paged=limit is not None
+            )
         )
 
     async def get_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
@@ -248,7 +253,7 @@ class JobService:
                 base_dir=str(model.base_dir),
                 adapter_dir=str(model.adapter_dir) if model.adapter_dir else None,
             ),
-            training_config=request.training_config,
+            training_config=self._with_lr(request.training_config, model),
             algorithm_config=algorithm,
             dataset=self._check_dataset(data.dataset_id, request, "dataset_id"),
             validation=(
@@ -259,6 +264,14 @@ class JobService:
             seed=self._profile.default_seed if seed is None else seed,
             worker=self._profile.worker,
         )
+
+    def _with_lr(self, training: TrainingConfig, model: ResolvedModel) -> TrainingConfig:
+        """Fixed now, so that every attempt has the same; what depends on the rows is settled where they are read."""
+        optimizer = training.optimizer_config
+        if optimizer.lr is not None:
+            return training
+        filled = optimizer.model_copy(update={"lr": self._profile.default_lr(model)})
+        return training.model_copy(update={"optimizer_config": filled})
 
     def _resolve_model(self, request: SupervisedFineTuneRequest) -> ResolvedModel:
         if request.checkpoint_dir:
@@ -303,7 +316,7 @@ class JobService:
 
     def _check_checkpoint_ids(self, model: str, request: SupervisedFineTuneRequest) -> None:
         """Refuse now what could only fail once an epoch is trained. Raises InvalidField, Conflict."""
-        epochs = request.training_config.n_epochs
+        epochs = request.training_config.n_epochs or MAX_DEFAULT_EPOCHS
         checkpoint_identifier(model, request.job_uuid, epochs)
         self._models.refuse_taken(checkpoint_identifier(model, request.job_uuid, epoch) for epoch in range(epochs))
 

@@ -70,6 +70,7 @@ from apis.post_training import (
     JobProgress,
     JobStatus,
     JobSummary,
+    ListOrder,
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -242,7 +243,8 @@ class PostTrainingService:
         texts = ["".join(message["content"] for message in row["messages"]) for row in rows[:-1]]
         last = {"count": 1, "first_rows": [len(rows) - 1]}
         none = {"count": 0, "first_rows": []}
-        steps, tokens = len(texts) * config.n_epochs, sum(map(len, texts))
+        epochs, tokens = config.n_epochs or 3, sum(map(len, texts))
+        steps = len(texts) * epochs
         question, answer = (message["content"] for message in rows[0]["messages"])
         return PreflightReport.model_validate(
             {
@@ -255,6 +257,7 @@ class PostTrainingService:
                     ],
                 },
                 "seed": config.seed or 0, "max_seq_len": config.data_config.max_seq_len or 4096,
+                "n_epochs": epochs, "batch_size": 1, "lr": config.optimizer_config.lr or 3e-4,
                 "steps_per_epoch": len(texts), "total_steps": steps, "warmup_steps": steps // 10,
                 "tokens_per_epoch": tokens, "largest_step_tokens": 8, "longest_kept_tokens": 8,
                 "trainable_parameters": 4_884_480,
@@ -279,13 +282,24 @@ class PostTrainingService:
     async def preference_optimize(self, request: PreferenceOptimizeRequest) -> PostTrainingJob:
         raise NotSupported(f"no provider does preference optimization (beta {request.algorithm_config.beta})")
 
-    async def list_jobs(self) -> ListPostTrainingJobsResponse:
-        return ListPostTrainingJobsResponse(
-            data=[
-                JobSummary(job_uuid=uuid, status=job.status, model=str(job.request.model), created_at=EPOCH)
-                for uuid, job in self.jobs.items()
-            ]
-        )
+    async def list_jobs(
+        self,
+        limit: int | None = None,
+        after: str | None = None,
+        order: ListOrder = ListOrder.asc,
+        status: JobStatus | None = None,
+    ) -> ListPostTrainingJobsResponse:
+        jobs = [
+            JobSummary(job_uuid=uuid, status=job.status, model=str(job.request.model), created_at=EPOCH)
+            for uuid, job in self.jobs.items()
+        ][:: 1 if order is ListOrder.asc else -1]
+        first = 1 + [job.job_uuid for job in jobs].index(after) if after else 0
+        rest = [job for job in jobs[first:] if status in (None, job.status)]
+        if limit is None:
+            return ListPostTrainingJobsResponse(data=rest)
+        more = len(rest) > limit
+        last = rest[limit - 1].job_uuid if more else None
+        return ListPostTrainingJobsResponse(data=rest[:limit], has_more=more, next=last)
 
     async def get_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         job = self._find(job_uuid)
@@ -554,7 +568,8 @@ def running() -> Iterator[InMemoryStack]:
 @contextmanager
 def serving(app: ASGIApp) -> Iterator[str]:
     """Serve any app on a free port of 127.0.0.1, in a thread; gives its URL."""
-    listener = socket.socket()
+    # The protocol named, as asyncio sends small answers at once only then.
+    listener = socket.socket(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP)
     listener.bind(("127.0.0.1", 0))
     server = uvicorn.Server(
         uvicorn.Config(app, log_level="critical", lifespan="off", ws="none", timeout_graceful_shutdown=2)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import hashlib
 import signal
-import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -18,6 +18,7 @@ from apis.post_training.models import JobStatus, LoraFinetuningConfig, TrainingC
 from post_training.checkpoints import verify
 from post_training.checkpoints.layout import RESERVE, checkpoints_root
 from post_training.checkpoints.space import FreeBytes, free_bytes
+from post_training.checkpoints.verification import VerifyReport
 from post_training.jobs.database import Database
 from post_training.jobs.devices import slots_of
 from post_training.jobs.leases import Claim, Leases
@@ -46,13 +47,48 @@ def rows(count: int) -> list[dict[str, Any]]:
     ]
 
 
-def verify_here(
-    checkpoint_dir: Path, base_dir: Path, model_module: str, lora_config: dict[str, Any], **_: Any
-) -> verify.VerifyReport:
-    """`verify_checkpoint` without the seconds that a process of its own takes to import everything."""
-    request = {"checkpoint_dir": checkpoint_dir, "base_dir": base_dir, "model_module": model_module}
-    with torch.random.fork_rng():
-        return verify.verify(request | {"lora": lora_config})
+class VerifierHere:
+    """A `Verifier` without the seconds that a process of its own takes to import everything.
+
+    Attributes:
+        looks: how often it is asked whether it is done before it is: from step to step, while training goes on.
+    """
+
+    looks: ClassVar[int] = 0
+    started = False
+
+    def __init__(self, base_dir: Path, model_module: str, lora_config: dict[str, Any]) -> None:
+        self._request = {"base_dir": base_dir, "model_module": model_module, "lora": lora_config}
+
+    def prepare(self) -> None: ...
+
+    def rest(self) -> None: ...
+
+    def close(self) -> None: ...
+
+    def fits_beside_training(self) -> bool:
+        return True
+
+    def begin(self, checkpoint_dir: Path, threads: int, **_: Any) -> Future[VerifyReport]:
+        return _Late(self.looks, lambda: verify.verify({**self._request, "checkpoint_dir": checkpoint_dir}))
+
+
+class _Late(Future[VerifyReport]):
+    """Done when it was asked so often."""
+
+    def __init__(self, looks: int, work: Callable[[], VerifyReport]) -> None:
+        super().__init__()
+        self._looks, self._work = looks, work
+
+    def done(self) -> bool:
+        if not super().done() and self._looks <= 0:
+            with torch.random.fork_rng():
+                try:
+                    self.set_result(self._work())
+                except Exception as error:
+                    self.set_exception(error)
+        self._looks -= 1
+        return super().done()
 
 
 @dataclass
@@ -68,6 +104,7 @@ class Bench:
     base: Path
     model_module: str = "tests.random_llama"
     export: tuple[Any, ...] = ("adapter",)
+    seed: int = 7
     store: JobStore = field(init=False)
 
     def __post_init__(self) -> None:
@@ -88,6 +125,7 @@ class Bench:
         """Submit a job in fp32; `training` as in a request."""
         data_config = {"dataset_id": "data", "batch_size": 2, "max_seq_len": 96, **(data_config or {})}
         config = {"dtype": "fp32", "n_epochs": 2, **training, "data_config": data_config}
+        config["optimizer_config"] = {"lr": 3e-4, **config.get("optimizer_config", {})}
         spec = JobSpec(
             job_uuid=job_uuid,
             created_at=datetime(2026, 1, 1, tzinfo=UTC),
@@ -97,7 +135,7 @@ class Bench:
             algorithm_config=LoraFinetuningConfig(rank=4, alpha=8),
             dataset=_inline("data", data),
             validation=None if validation is None else _inline("held-out", validation),
-            seed=7,
+            seed=self.seed,
             worker=WorkerSettings(
                 model_module=self.model_module, device="cpu", threads=1, export=self.export, micro_batch_tokens=128
             ),
@@ -130,8 +168,6 @@ class Bench:
                     main.attempt(lease, self.home, "cpu", free)
             except Killed:
                 assert self.leases.lost(claim.job_uuid, claim.owner, "its worker was killed", max_attempts=1000)
-            finally:
-                _end_verifications()
         return self.store.get(claim.job_uuid).status
 
     def run(self, spec: JobSpec, attempts: int = 1) -> Outcome:
@@ -244,13 +280,6 @@ def sigterm_kept() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGTERM, before)
-
-
-def _end_verifications() -> None:
-    """A worker's end takes a verification with it that it left behind; here it would go on into the next attempt."""
-    for thread in threading.enumerate():
-        if thread.name == "verification":
-            thread.join()
 
 
 def _nothing(_what: str, _step: int | None) -> None:

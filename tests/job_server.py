@@ -80,7 +80,10 @@ class JobServer:
         )
         self.scheduler.serve(PROVIDER)
         profile = ProviderProfile(
-            PROVIDER, lambda _request, _model: LoraFinetuningConfig(), WorkerSettings(model_module="none")
+            PROVIDER,
+            lambda _request, _model: LoraFinetuningConfig(),
+            lambda _model: 3e-4,
+            WorkerSettings(model_module="none"),
         )
         datasets = DatasetCatalog(self.database, home)
         self.service = JobService(self.database, home, self.models, datasets, profile, self.scheduler)

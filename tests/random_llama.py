@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer
 from torch import Tensor, nn
 
-from post_training.training.model import ModelConfig, Segments, TrainableModel
+from post_training.training.model import Computation, ModelConfig, Segments, TrainableModel
 from providers.torchtune.model import load_model as load_plain
 
 OVERFLOWS = "~"
@@ -54,6 +54,13 @@ class RandomLlama:
 
     def output(self, hidden: Tensor) -> Tensor:
         return self._inner.output(hidden)
+
+    @property
+    def computation(self) -> Computation:
+        return self._inner.computation
+
+    def head_weight(self) -> Tensor | None:
+        return self._inner.head_weight()
 
     def peft_adapter(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         return self._inner.peft_adapter(parameters)

@@ -12,11 +12,17 @@ import pytest
 _FOLDER = "POSTGRAD_TEST_DATA"
 
 
-def shared_file(name: str) -> Path:
-    """The file in `$POSTGRAD_TEST_DATA`, else in `shared/data` beside the repository; skips the test without it."""
+def find_shared(name: str) -> Path | None:
+    """The file in `$POSTGRAD_TEST_DATA`, else in `shared/data` beside the repository; None where it is in neither."""
     beside = Path(__file__).parents[2] / "shared" / "data"
     path = Path(os.environ.get(_FOLDER) or beside) / name
-    if not path.is_file():
+    return path if path.is_file() else None
+
+
+def shared_file(name: str) -> Path:
+    """As `find_shared`, but the test is skipped where the file is absent."""
+    path = find_shared(name)
+    if path is None:
         pytest.skip(f"needs the public data set {name}: set {_FOLDER} to the folder that has it")
     return path
 

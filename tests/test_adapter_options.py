@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from apis.errors import InvalidField, UnsupportedModel
 from apis.post_training.models import LoraFinetuningConfig
-from post_training.checkpoints import export, verify
+from post_training.checkpoints import export, verification, verify
 from post_training.checkpoints.layout import CheckpointWriter, Manifest
 from post_training.checkpoints.state import restore_rng, rng_tensors, save_training_state
 from post_training.data.batching import flatten
@@ -409,7 +409,7 @@ def checkpoint(home: Path, base: Path, lora: LoraSettings, merged: bool = True) 
         )
 
 
-def verified(directory: Path, base: Path, lora: LoraSettings) -> verify.VerifyReport:
+def verified(directory: Path, base: Path, lora: LoraSettings) -> verification.VerifyReport:
     request = {"checkpoint_dir": str(directory), "base_dir": str(base), "model_module": "providers.torchtune.model"}
     return verify.verify(request | {"lora": asdict(lora)})
 

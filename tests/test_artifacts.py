@@ -20,9 +20,9 @@ from post_training.checkpoints.export import merge, write_adapter
 from post_training.checkpoints.verify import probe_segments
 from post_training.data.chat import ChatTokenizer
 from post_training.training.model import LoraSettings, ModelConfig, Segments
-from post_training.worker import saving
+from post_training.worker import announcing
 from providers.torchtune.model import load_model
-from tests.job_bench import Bench, rows, verify_here
+from tests.job_bench import Bench, VerifierHere, rows
 from tests.tiny_llama import CHATML, save_tiny_llama
 from tests.torchtune_models import make_model, random_tokens, relative_error
 
@@ -62,7 +62,7 @@ class Artifacts:
 @pytest.fixture(scope="module", autouse=True)
 def _verification_in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "verify_checkpoint", verify_here)
+        patch.setattr(announcing, "Verifier", VerifierHere)
         yield
 
 

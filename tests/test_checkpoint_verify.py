@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -18,9 +19,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from apis.errors import CheckpointUnverified, InvalidField, OutOfMemory
-from post_training.checkpoints import child, export, verify
+from post_training.checkpoints import child, export, verification, verify
 from post_training.checkpoints.layout import CheckpointWriter, Manifest
 from post_training.checkpoints.state import save_training_state
+from post_training.processes import available_memory
 from post_training.training.model import LoraSettings, ModelConfig
 from providers.torchtune.model import load_model
 from tests.torchtune_models import make_model
@@ -72,7 +74,7 @@ def checkpoint(
         return writer.commit(manifest)
 
 
-def run(directory: Path, base: Path) -> verify.VerifyReport:
+def run(directory: Path, base: Path) -> verification.VerifyReport:
     """Verification in this process, which is quicker; two tests run it in its own."""
     return verify.verify(
         {"checkpoint_dir": str(directory), "base_dir": str(base), "model_module": MODULE, "lora": asdict(LORA)}
@@ -198,17 +200,64 @@ def test_the_probe_stays_within_a_short_context_or_window(tmp_path: Path):
 def test_the_verifying_process_answers_the_same_numbers_and_leaves_the_checkpoint_as_it_is(tmp_path: Path, base: Path):
     directory = checkpoint(tmp_path, base, merged="fp32")
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
-    report = verify.verify_checkpoint(directory, base, MODULE, asdict(LORA), threads=1, timeout=120)
+    report = verification.verify_checkpoint(directory, base, MODULE, asdict(LORA), threads=1, timeout=120)
     assert report.adapter_error <= 1e-5
     assert report.merged_error <= 1e-5
     assert report.change == pytest.approx(run(directory, base).change, rel=1e-3)
     assert {path: path.stat().st_mtime_ns for path in directory.rglob("*")} == before
 
 
-def test_a_refusal_crosses_the_process_boundary_with_its_numbers(tmp_path: Path, base: Path):
-    directory = checkpoint(tmp_path, base, spoil=_rescale)
+def test_one_process_verifies_one_checkpoint_after_another_and_a_refusal_crosses_with_its_numbers(
+    tmp_path: Path, base: Path
+):
+    good, other = checkpoint(tmp_path / "a", base), checkpoint(tmp_path / "b", base, scale=0.2)
+    spoilt = checkpoint(tmp_path / "c", base, spoil=_rescale)
+    verifier = verification.Verifier(base, MODULE, asdict(LORA))
+    verifier.prepare()
+    child = verifier._child
+    reports = [verifier.begin(directory, 1, 120).result() for directory in (good, other)]
     with pytest.raises(CheckpointUnverified, match=r"differ by \S+ \(relative Frobenius\), allowed is 1e-05"):
-        verify.verify_checkpoint(directory, base, MODULE, asdict(LORA), threads=1, timeout=120)
+        verifier.begin(spoilt, 1, 120).result()
+    again = verifier.begin(good, 1, 120).result()
+    assert verifier._child is child
+    # The base's logits are computed once, and serve all of them.
+    expected = [run(directory, base).change for directory in (good, other)]
+    assert [report.change for report in reports] == pytest.approx(expected, rel=1e-3)
+    assert again == reports[0]
+    verifier.rest()
+    assert not verifier.started
+
+
+def test_the_logits_of_a_base_whose_files_have_changed_are_computed_again(tmp_path: Path):
+    base = tmp_path / "changing"
+    make_model(base, "llama")
+    directory = checkpoint(tmp_path, base)
+    before = run(directory, base).change
+    weights = load_file(base / "model.safetensors")
+    save_file({name: tensor * 1.5 for name, tensor in weights.items()}, base / "model.safetensors", {"format": "pt"})
+    after = run(directory, base)
+    assert after.adapter_error <= 1e-5
+    assert abs(after.change - before) > 1e-3
+
+
+def test_a_verification_waits_for_its_turn_where_memory_is_short(tmp_path: Path, base: Path, monkeypatch):
+    verifier = verification.Verifier(base, MODULE, asdict(LORA))
+    weights = sum(tensor.numel() for tensor in load_file(base / "model.safetensors").values()) * 4
+    for free, fits in ((weights + 2**20, False), (weights * 2 + 2**30, True), (None, True)):
+        monkeypatch.setattr(verification, "available_memory", lambda free=free: free)
+        assert verifier.fits_beside_training() is fits
+
+
+def test_available_memory_is_what_the_machine_has_left_and_no_more_than_the_limit_of_a_container(tmp_path: Path):
+    meminfo = tmp_path / "meminfo"
+    meminfo.write_text("MemTotal:       8000000 kB\nMemFree:  1000 kB\nMemAvailable:    4000000 kB\n")
+    assert available_memory(tmp_path / "none", tmp_path) is None
+    assert available_memory(meminfo, tmp_path) == 4_000_000 * 1024
+    for name, text in (("current", "900\n"), ("stat", "anon 600\ninactive_file 250\n"), ("max", "max\n")):
+        (tmp_path / f"memory.{name}").write_text(text)
+    assert available_memory(meminfo, tmp_path) == 4_000_000 * 1024
+    (tmp_path / "memory.max").write_text("1000\n")
+    assert available_memory(meminfo, tmp_path) == 1000 - 900 + 250
 
 
 @pytest.fixture
@@ -261,6 +310,27 @@ def test_a_child_that_takes_too_long_is_stopped_with_all_it_started(child_module
         ask(module, timeout=3)
     group = int((tmp_path / "pid").read_text())
     _wait_until(lambda: not _group_lives(group))
+
+
+def test_a_kept_child_answers_one_request_after_another_and_an_error_does_not_end_it(child_module):
+    module = child_module(
+        "if request['n'] < 0: raise InvalidField('negative')\n    return {'n': request['n'], 'pid': os.getpid()}"
+    )
+    with child.Child(module, what="the work", failure=CheckpointUnverified, threads=1, nice=7) as kept:
+        first = kept.ask({"n": 1}, 30)
+        assert os.getpriority(os.PRIO_PROCESS, first["pid"]) == os.getpriority(os.PRIO_PROCESS, 0) + 7
+        with pytest.raises(InvalidField, match="negative"):
+            kept.ask({"n": -1}, 30)
+        assert kept.ask({"n": 2}, 30) == {"n": 2, "pid": first["pid"]}
+    _wait_until(lambda: not _group_lives(first["pid"]))
+
+
+def test_a_kept_child_that_is_ended_while_it_works_says_so_to_whoever_waits(child_module, caplog):
+    kept = child.Child(child_module("time.sleep(60)"), what="the work", failure=CheckpointUnverified, threads=1)
+    threading.Timer(1, kept.kill).start()
+    with pytest.raises(CheckpointUnverified, match="the work was broken off"):
+        kept.ask({}, 30)
+    assert not caplog.records
 
 
 def test_a_child_ends_when_its_caller_is_killed(child_module, tmp_path: Path):

@@ -36,13 +36,13 @@ from post_training.checkpoints.layout import checkpoints_root
 from post_training.jobs.devices import slots_of
 from post_training.jobs.launchers.local import LocalLauncher
 from post_training.jobs.scheduler import Scheduler, SchedulerSettings
-from post_training.worker import saving
+from post_training.worker import announcing
 from providers.localfs.config import LocalFSConfig
 from providers.localfs.provider import LocalFiles
 from providers.spec import ProviderDeps
 from providers.torchtune.config import TorchtunePostTrainingConfig
 from providers.torchtune.provider import get_provider_impl
-from tests.job_bench import PROVIDER, Bench, Killed, rows, verify_here
+from tests.job_bench import PROVIDER, Bench, Killed, VerifierHere, rows
 from tests.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -308,7 +308,7 @@ def _keys(file: Path) -> list[str]:
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "verify_checkpoint", verify_here)
+        patch.setattr(announcing, "Verifier", VerifierHere)
         yield Service(tmp_path_factory.mktemp("home"))
     torch.set_num_threads(threads)
 

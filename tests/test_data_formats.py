@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,12 +11,15 @@ import pytest
 from apis.datasets.models import Row, RowsDataSource
 from apis.errors import DataInvalid
 from apis.post_training.models import DatasetFormat
+from post_training.data.chat import ChatTokenizer
 from post_training.data.formats import detect_format, to_example
 from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.data.types import Conversation
+from tests.chat_families import FAMILIES, build
 from tests.shared_data import shared_rows
 
+CHATML = next(family for family in FAMILIES if family.end_of_turn == "<|im_end|>" and family.system)
 USER = {"role": "user", "content": "2 + 2?"}
 ANSWER = {"role": "assistant", "content": "4"}
 TOOL = {"type": "function", "function": {"name": "add", "parameters": {"type": "object", "properties": {}}}}
@@ -88,6 +92,32 @@ GOOD: list[tuple[DatasetFormat, Row, list[dict[str, Any]]]] = [
         {"instruction": "Add.", "input": "2 and 2", "output": "4"},
         [{"role": "user", "content": "Add.\n\n2 and 2"}, ANSWER],
     ),
+    (
+        DatasetFormat.alpaca,
+        {"instruction": "2 + 2?", "output": "4", "system": "Add.", "history": [["1 + 1?", "2"], ["", "Well?"]]},
+        [
+            {"role": "system", "content": "Add."},
+            {"role": "user", "content": "1 + 1?"},
+            {"role": "assistant", "content": "2"},
+            {"role": "user", "content": ""},
+            {"role": "assistant", "content": "Well?"},
+            USER,
+            ANSWER,
+        ],
+    ),
+    *(
+        (
+            DatasetFormat.alpaca,
+            {"instruction": "2 + 2?", "output": "4", "system": none, "history": empty},
+            [USER, ANSWER],
+        )
+        for none, empty in ((None, None), ("", ""), ("", []), (None, "[]"))
+    ),
+    (
+        DatasetFormat.alpaca,
+        {"instruction": "2 + 2?", "output": "4", "history": json.dumps([["2 + 2?", "4"]])},
+        [USER, ANSWER, USER, ANSWER],
+    ),
 ]
 
 
@@ -103,6 +133,29 @@ def test_a_good_row_becomes_these_messages(data_format: DatasetFormat, row: Row,
     conversation = conversation_of({**row, "id": 7}, 5, data_format)
     assert conversation.row == 5
     assert conversation.messages == expected
+
+
+@pytest.mark.parametrize("train_on_input", [False, True])
+def test_the_answers_of_an_alpaca_history_are_learnt_and_its_questions_only_with_train_on_input(
+    tmp_path: Path, train_on_input: bool
+):
+    tokenizer = ChatTokenizer.from_dir(build(CHATML, tmp_path))
+    row = {
+        "instruction": "Third?",
+        "output": "gamma",
+        "system": "Obey.",
+        "history": [["One?", "alpha"], ["Two?", "beta"]],
+    }
+    encoded = tokenizer.encode_example(conversation_of(row, 0, DatasetFormat.alpaca), train_on_input)
+    runs = tokenizer.segments(encoded, 10_000)
+    text = "".join(run["text"] for run in runs)
+    places = [text.index(part) for part in ("Obey.", "One?", "alpha", "Two?", "beta", "Third?", "gamma")]
+    assert places == sorted(places)
+    learnt = [run["text"] for run in runs if run["supervised"]]
+    if train_on_input:
+        assert all(any(part in run for run in learnt) for part in ("Obey.", "One?", "alpha", "gamma"))
+    else:
+        assert learnt == [f"{answer}{CHATML.end_of_turn}" for answer in ("alpha", "beta", "gamma")]
 
 
 BAD: list[tuple[DatasetFormat, Row, str, str]] = [
@@ -164,6 +217,17 @@ BAD: list[tuple[DatasetFormat, Row, str, str]] = [
     (DatasetFormat.prompt_completion, {"prompt": [USER], "completion": "4"}, "/prompt", "found an array"),
     (DatasetFormat.alpaca, {"instruction": "Add.", "input": 4, "output": "4"}, "/input", "found a number"),
     (DatasetFormat.alpaca, {"instruction": "Add.", "output": ""}, "/output", "nothing to learn"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "output": "4", "system": ["a"]}, "/system", "found an array"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "output": "4", "history": "[["}, "/history", "not valid JSON"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "output": "4", "history": {"a": "b"}},
+     "/history", "must be a list of [question, answer] pairs, found an object"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "output": "4", "history": [["a", "b"], "c"]},
+     "/history/1", "must be a [question, answer] pair, found a string"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "output": "4", "history": [["a"]]}, "/history/0", "a list of 1"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "output": "4", "history": [["a", None]]},
+     "/history/0/1", "must be a string, found null"),
+    (DatasetFormat.alpaca, {"instruction": "Add.", "output": "4", "history": [["a", ""]]},
+     "/history/0/1", "nothing to learn"),
 ]  # fmt: skip
 
 

@@ -80,7 +80,13 @@ def test_a_replay_is_the_same_for_a_version_that_knows_more_fields():
     assert _hash(LaterRequest.model_validate(body)) == _hash(request)
     assert _hash(SupervisedFineTuneRequest.model_validate({**body, "checkpoint_dir": None})) == _hash(request)
     assert _hash(LaterRequest.model_validate({**body, "reward_model": "r"})) != _hash(request)
-    for other in ({"max_grad_norm": None}, {"dtype": None}, {"n_epochs": 4}, {"data_config": {"dataset_id": "e"}}):
+    training = {
+        "n_epochs": None,
+        "optimizer_config": {"lr": None},
+        "data_config": {"dataset_id": "d", "batch_size": None},
+    }
+    assert _hash(SupervisedFineTuneRequest.model_validate({**body, "training_config": training})) == _hash(request)
+    for other in ({"max_grad_norm": None}, {"dtype": None}, {"n_epochs": 3}, {"data_config": {"dataset_id": "e"}}):
         changed = {**body, "training_config": {**body["training_config"], **other}}
         assert _hash(SupervisedFineTuneRequest.model_validate(changed)) != _hash(request)
 

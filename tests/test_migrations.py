@@ -21,7 +21,10 @@ import post_training.catalog.model_tables
 import post_training.jobs.tables  # noqa: F401
 from apis.errors import StackError
 from post_training.jobs.database import SCHEMA_VERSION, Base, Database, Layout, read_layout
+from post_training.jobs.leases import Leases
 from post_training.jobs.migrations import upgrade
+from post_training.jobs.states import LeaseLost
+from post_training.jobs.store import JobStore
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 Rows = dict[str, list[dict[str, Any]]]
@@ -202,6 +205,9 @@ def test_a_store_of_the_first_release_keeps_every_row(old_store: str):
     }
     for name in CATALOG:
         assert after[name] == before[name]
+    ids = {row["sequence"]: row["job_uuid"] for row in after["jobs"]}
+    for row in after["events"]:
+        row["job_uuid"] = ids[row["job_sequence"]]
     changed = {"status", "completed_at", "owner", "heartbeat_at"}
     for name, dropped in (("jobs", changed), ("transitions", set()), ("events", set()), ("checkpoints", set())):
         kept = [{k: v for k, v in row.items() if k not in dropped} for row in before[name]]
@@ -270,9 +276,59 @@ def test_after_a_migration_a_deleted_job_takes_its_history_along_and_event_ids_a
         left = [session.scalar(text(f"SELECT count(*) FROM {name}")) for name in ("checkpoints", "transitions")]
         assert left == [0, 3]
     with database.session() as session:
-        columns, values = "job_uuid, at, kind, message", "'job-2', '2026-01-01 00:00:00.000000', 'log', 'x'"
+        columns, values = "job_sequence, at, kind, message", "2, '2026-01-01 00:00:00.000000', 'log', 'x'"
         session.execute(text(f"INSERT INTO events ({columns}) VALUES ({values})"))
         assert session.scalar(text("SELECT max(id) FROM events")) == newest + 1
+    database.close()
+
+
+def make_second_store(url: str) -> None:
+    """A store of the second layout: a job that runs, one that ran, events of both and of one that was deleted."""
+    store = Database(url)
+    with store.engine.begin() as connection:
+        upgrade(connection, Layout(None, None), "0002")
+        tables = MetaData()
+        tables.reflect(connection)
+        added = {"lost_attempts": 0, "moved_at": at(9)}
+        running = old_job(3, "in_progress", attempt=1, **added)
+        for row in (running, old_job(7, "completed", **added), old_job(9, "failed", **added)):
+            connection.execute(tables.tables["jobs"].insert().values(**row))
+        lease = {"owner": "token", "host": "here", "slot": "cpu:0", "beats": 1, "claimed_at": at(9)}
+        connection.execute(tables.tables["leases"].insert().values(job_uuid="job-3", **lease))
+        for job_uuid in ("job-7", "job-3", "job-7", "job-9"):
+            event = {"job_uuid": job_uuid, "at": at(9), "kind": "step", "step": 5, "message": f"step 5 of {job_uuid}"}
+            connection.execute(tables.tables["events"].insert().values(data={"step": 5, "loss": 1.5}, **event))
+        connection.execute(text("DELETE FROM events WHERE job_uuid = 'job-9'"))
+        connection.execute(text("DELETE FROM jobs WHERE job_uuid = 'job-9'"))
+    store.close()
+
+
+def test_events_of_the_second_layout_are_told_as_before_and_their_ids_never_given_again(database_url: str):
+    make_second_store(database_url)
+    database = Database(database_url)
+    database.migrate()
+    store = JobStore(database)
+    told = [(row.id, row.kind, row.step, row.message, row.data) for row in store.events("job-7", 0)]
+    assert told == [(number, "step", 5, "step 5 of job-7", {"step": 5, "loss": 1.5}) for number in (1, 3)]
+    assert [(row.step, row.data) for row in store.metrics("job-7", 0, 9)] == [(5, {"step": 5, "loss": 1.5})]
+    assert all(same_time(row.at, at(9)) for row in store.events("job-7", 0))
+    # The deleted job's event was the fourth.
+    assert [row.id for row in store.events("job-3", 0)] == [2, 5]
+    database.close()
+
+
+def test_a_worker_of_the_second_layout_has_lost_its_job_which_waits_again(database_url: str):
+    make_second_store(database_url)
+    database = Database(database_url)
+    database.migrate()
+    store, leases = JobStore(database), Leases(database)
+    with pytest.raises(LeaseLost):
+        leases.beat("job-3", "token")
+    job = store.get("job-3")
+    assert (job.status, job.attempt, job.lost_attempts) == ("scheduled", 1, 0)
+    assert store.transitions("job-3")[-1].reason == "the store was migrated while it ran"
+    assert store.last_events("job-3", 1)[0].message == "scheduled: the store was migrated while it ran"
+    assert store.get("job-7").status == "completed"
     database.close()
 
 
@@ -313,7 +369,7 @@ def test_a_migration_that_fails_leaves_the_store_as_it_was(old_store: str, spoil
         spoil(connection)
     with database.engine.connect() as connection:
         before = content(connection), layout(connection)
-    with pytest.raises(StackError, match=r"could not be migrated from layout 1 to 2: .*it is left as it was"):
+    with pytest.raises(StackError, match=rf"could not be migrated from layout 1 to {SCHEMA_VERSION}: .*left as it was"):
         database.migrate()
     with database.engine.connect() as connection:
         assert (content(connection), layout(connection)) == before
@@ -390,7 +446,7 @@ def test_processes_that_migrate_a_store_at_once_do_it_once(old_store: str):
     results = run_at_once(old_store, 4)
     assert [code for code, _, _ in results] == [0] * 4
     said = [errors for _, _, errors in results if errors]
-    assert said == ["INFO:post_training.jobs.database:the store's layout 1 was migrated to 2\n"]
+    assert said == [f"INFO:post_training.jobs.database:the store's layout 1 was migrated to {SCHEMA_VERSION}\n"]
     database = Database(old_store)
     with database.reading() as session:
         assert session.scalar(text("SELECT count(*) FROM transitions")) == len(TRANSITIONS) + 2

@@ -11,17 +11,20 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGUFReader
 from huggingface_hub import ModelCard
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+from post_training.catalog.exporting import export_gguf, export_merged
+from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.layout import check_files
 from post_training.checkpoints.model_card import Run, render_card
 from post_training.job_views import checkpoint_of
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.tables import CheckpointRow
-from post_training.worker import saving
-from tests.job_bench import Bench, Killed, rows, verify_here
+from post_training.worker import announcing
+from tests.job_bench import Bench, Killed, VerifierHere, rows
 from tests.tiny_llama import save_tiny_llama
 
 # PEFT reads an attribute that transformers has renamed.
@@ -50,7 +53,7 @@ class Finished:
 @pytest.fixture(scope="module", autouse=True)
 def _verification_in_this_process() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "verify_checkpoint", verify_here)
+        patch.setattr(announcing, "Verifier", VerifierHere)
         yield
 
 
@@ -167,6 +170,28 @@ def test_an_interrupted_job_writes_the_same_bytes(job: Finished, tmp_path: Path,
     assert [path for folder in inside for path in folder.rglob("README.md")] == []
     resumed = finished(bench, spec)
     assert [resumed.card(form) for form in FORMS] == [job.card(form) for form in FORMS]
+
+
+def test_an_export_on_demand_has_the_checkpoints_card(job: Finished):
+    models = ModelCatalog(job.bench.store.database, job.bench.home)
+    identifier = str(job.rows[-1].identifier)
+    exported = export_merged(models, identifier)
+    assert (exported / "README.md").read_text() == job.card("merged")
+    smaller = (export_merged(models, identifier, "bf16") / "README.md").read_text()
+    assert cells(smaller) == cells(job.card("merged"))
+    lost = re.search(r"saved as bf16\. It\s+changed 14 weights; saving took (\S+) of the change", smaller)
+    assert lost is not None
+    assert float(lost[1]) > 0
+
+
+def test_a_gguf_file_says_of_itself_what_the_card_says(job: Finished):
+    models = ModelCatalog(job.bench.store.database, job.bench.home)
+    file = export_gguf(models, str(job.rows[-1].identifier))
+    described = GGUFReader(file).fields["general.description"].contents()
+    assert f"# {job.rows[-1].identifier}\n" in described
+    assert cells(described) == cells(job.card("adapter"))
+    assert "llama-server" in described
+    assert "---" not in described.partition("#")[0]  # what the hub reads of a folder has no place in it
 
 
 @pytest.mark.parametrize("form", FORMS)

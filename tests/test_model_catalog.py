@@ -537,6 +537,7 @@ def test_a_checkpoint_is_exported_once_as_a_whole_verified_model(catalog: ModelC
     stamp = (exported / "model.safetensors").stat().st_mtime_ns
     assert export_merged(catalog, "base-sft-0") == exported
     assert (exported / "model.safetensors").stat().st_mtime_ns == stamp
+    assert not (exported / "README.md").exists()  # no job of this store made it, so nothing is known of the run
     assert [path.name for path in exported.parent.iterdir()] == [exported.name]
 
 

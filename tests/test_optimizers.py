@@ -20,12 +20,12 @@ from post_training.data.batching import flatten
 from post_training.training.model import LoraSettings, ModelConfig
 from post_training.training.optim import OptimSettings, learning_rate
 from post_training.training.trainer import Trainer
-from post_training.worker import saving
+from post_training.worker import announcing
 from post_training.worker.resume import Cursor
 from post_training.worker.saving import Snapshot, write_checkpoint
 from post_training.worker.setup import optim_settings
 from providers.torchtune.model import load_model
-from tests.job_bench import Bench, Killed, rows, verify_here
+from tests.job_bench import Bench, Killed, VerifierHere, rows
 from tests.random_llama import OVERFLOWS
 from tests.test_trainer import make_rows
 from tests.tiny_llama import save_tiny_llama
@@ -193,15 +193,16 @@ def test_the_room_for_momentum_is_counted(tmp_path: Path, chat_base: Path) -> No
 @pytest.mark.parametrize(
     ("given", "field", "message"),
     [
-        ({"optimizer_type": "sgd", "betas": [0.9, 0.99]}, "betas", "betas has no effect on sgd"),
-        ({"optimizer_type": "sgd", "eps": 1e-8}, "eps", "eps has no effect on sgd"),
+        ({"optimizer_type": "sgd"}, "lr", "sgd has no default rate"),
+        ({"optimizer_type": "sgd", "lr": 0.1, "betas": [0.9, 0.99]}, "betas", "betas has no effect on sgd"),
+        ({"optimizer_type": "sgd", "lr": 0.1, "eps": 1e-8}, "eps", "eps has no effect on sgd"),
         ({"momentum": 0.9}, "momentum", "momentum has no effect on adamw"),
         ({"optimizer_type": "adam", "momentum": 0.0}, "momentum", "momentum has no effect on adam"),
         ({"lr_schedule": "constant", "min_lr_ratio": 0.1}, "min_lr_ratio", "no effect on a constant lr_schedule"),
         ({"betas": [0.9, 1.0]}, "betas", "less than 1"),
         ({"betas": [0.9]}, "betas", "required"),
         ({"eps": 0}, "eps", "greater than 0"),
-        ({"optimizer_type": "sgd", "momentum": 1}, "momentum", "less than 1"),
+        ({"optimizer_type": "sgd", "lr": 0.1, "momentum": 1}, "momentum", "less than 1"),
         ({"lr_schedule": "step"}, "lr_schedule", "cosine"),
         ({"min_lr_ratio": 1.5}, "min_lr_ratio", "less than or equal to 1"),
     ],
@@ -215,8 +216,8 @@ def test_a_field_without_effect_or_sense_is_refused_by_name(given: dict[str, Any
 
 
 def test_what_is_left_out_is_what_earlier_versions_did() -> None:
-    assert optim_settings(OptimizerConfig(), 200, 1.0) == OptimSettings(200, "adamw", 3e-4, 0.0, 20, 1.0)
-    assert optim_settings(OptimizerConfig(), 5000, None) == OptimSettings(5000, "adamw", 3e-4, 0.0, 100, None)
+    assert optim_settings(OptimizerConfig(lr=3e-4), 200, 1.0) == OptimSettings(200, "adamw", 3e-4, 0.0, 20, 1.0)
+    assert optim_settings(OptimizerConfig(lr=3e-4), 5000, None) == OptimSettings(5000, "adamw", 3e-4, 0.0, 100, None)
     # A replay of a request is told by its body without nulls.
     new = {"lr_schedule", "min_lr_ratio", "betas", "eps", "momentum"}
     assert not new & OptimizerConfig().model_dump(exclude_none=True).keys()
@@ -235,7 +236,7 @@ def test_every_field_reaches_the_optimizer() -> None:
     }
     expected = OptimSettings(9, "adam", 0.1, 0.2, 3, 2.0, "linear", 0.4, (0.5, 0.6), 0.7)
     assert optim_settings(OptimizerConfig.model_validate(adam), 9, 2.0) == expected
-    sgd = OptimizerConfig.model_validate({"optimizer_type": "sgd", "momentum": 0.8})
+    sgd = OptimizerConfig.model_validate({"optimizer_type": "sgd", "lr": 0.1, "momentum": 0.8})
     assert optim_settings(sgd, 9, None).momentum == 0.8
 
 
@@ -254,11 +255,11 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_as_they_were(
         trainer.train_step([flatten(make_rows(2))])
     before = poisoned.state()[0]
     parameter = next(iter(poisoned.model.adapter_parameters().values()))
-    whole_output = poisoned.model.output
+    whole = poisoned.model.hidden_states
     if where == "gradient":
         handle = parameter.register_hook(lambda gradient: torch.full_like(gradient, poison))
     else:
-        poisoned.model.output = lambda hidden: whole_output(hidden) * poison  # pyright: ignore[reportAttributeAccessIssue]
+        poisoned.model.hidden_states = lambda segments: whole(segments) * poison  # pyright: ignore[reportAttributeAccessIssue]
         handle = None
     result = poisoned.train_step([flatten(make_rows(2, seed=1))])
     assert result.skipped
@@ -268,7 +269,7 @@ def test_a_step_that_is_not_finite_leaves_weights_and_optimizer_as_they_were(
     # What comes after is as if the step had not been, but for its number in the schedule.
     if handle is not None:
         handle.remove()
-    poisoned.model.output = whole_output  # pyright: ignore[reportAttributeAccessIssue]
+    poisoned.model.hidden_states = whole  # pyright: ignore[reportAttributeAccessIssue]
     spared.step += 1
     for trainer in (poisoned, spared):
         trainer.train_step([flatten(make_rows(2, seed=2))])
@@ -289,7 +290,7 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, chat_base: Path) ->
 
 
 def _bench(home: Path, base: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
-    monkeypatch.setattr(saving, "verify_checkpoint", verify_here)
+    monkeypatch.setattr(announcing, "Verifier", VerifierHere)
     return Bench(home, base)
 
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from apis.errors import DataInvalid
-from apis.post_training.models import DataConfig
+from apis.post_training.models import DataConfig, DatasetFormat
 from post_training.data.chat import ChatTokenizer
 from post_training.data.preflight import OnOverlength, TokenizedDataset, tokenize_dataset
 from tests.chat_families import FAMILIES, build
@@ -95,6 +95,29 @@ def test_a_data_set_of_which_nothing_is_left_is_refused(tokenizer: ChatTokenizer
 def test_only_the_first_row_numbers_are_kept_and_all_are_counted(tokenizer: ChatTokenizer):
     found = prepared([*rows(*["b " * 100] * 50), *rows("b")], tokenizer, 64, "drop")
     assert found.report["dropped"]["overlength"] == {"count": 50, "first_rows": list(range(20))}
+
+
+LONG = "b " * 300
+TURNS = [{"role": "user", "content": "a"}, {"role": "assistant", "content": LONG}]
+OF_EACH_FORMAT: dict[DatasetFormat, dict[str, Any]] = {
+    DatasetFormat.messages: {"messages": TURNS},
+    DatasetFormat.dialog: {"dialog": TURNS},
+    DatasetFormat.instruct: {"chat_completion_input": TURNS[:1], "expected_answer": LONG},
+    DatasetFormat.prompt_completion: {"prompt": "a", "completion": LONG},
+    DatasetFormat.alpaca: {"instruction": "a", "output": LONG},
+    DatasetFormat.sharegpt: {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": LONG}]},
+    DatasetFormat.text: {"text": LONG},
+}
+
+
+@pytest.mark.parametrize("data_format", DatasetFormat)
+def test_the_cap_holds_for_every_format(tokenizer: ChatTokenizer, data_format: DatasetFormat):
+    row = OF_EACH_FORMAT[data_format]
+    cut = tokenize_dataset([row], tokenizer, data_format, False, 50)
+    assert [len(kept.tokens) for kept in cut.rows] == [50]
+    assert cut.report["longest_row_tokens"] > 300
+    with pytest.raises(DataInvalid, match="more than max_seq_len 50"):
+        tokenize_dataset([row], tokenizer, data_format, False, 50, on_overlength="error")
 
 
 def test_another_policy_is_refused_by_name():

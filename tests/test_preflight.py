@@ -20,23 +20,18 @@ import pytest
 from typer.testing import CliRunner
 
 from apis.errors import Conflict, DataInvalid
-from apis.post_training.models import (
-    JobStatus,
-    LoraFinetuningConfig,
-    PreflightReport,
-    PreflightRequest,
-    SupervisedFineTuneRequest,
-)
+from apis.post_training.models import JobStatus, LoraFinetuningConfig, PreflightRequest, SupervisedFineTuneRequest
+from apis.post_training.reports import PreflightReport
 from distributions.cli.main import app
 from distributions.cli.preflight import print_report
 from post_training.catalog.importing import import_model
 from post_training.client import StackClient
 from post_training.jobs.spec import JobSpec
 from post_training.preflight_job import AT_ONCE, PREFLIGHT_MODULE, Preflights
-from post_training.worker import saving
+from post_training.worker import announcing
 from tests.client_session import Session
 from tests.in_memory_stack import BASE_MODEL, InMemoryStack, running
-from tests.job_bench import Bench, rows, verify_here
+from tests.job_bench import Bench, VerifierHere, rows
 from tests.served_stack import served
 from tests.test_bad_input import REFUSED, SUBMIT, body, home
 
@@ -86,7 +81,7 @@ def plain(report: PreflightReport) -> dict[str, Any]:
 @pytest.fixture
 def bench(tmp_path: Path, tiny: Path, monkeypatch: pytest.MonkeyPatch) -> Bench:
     """Jobs that run in this process."""
-    monkeypatch.setattr(saving, "verify_checkpoint", verify_here)
+    monkeypatch.setattr(announcing, "Verifier", VerifierHere)
     return Bench(tmp_path / "bench", tiny)
 
 
@@ -348,9 +343,12 @@ def test_on_a_terminal_the_learnt_text_is_coloured_and_not_quoted(memory_stack: 
         patch.delenv("NO_COLOR", raising=False)
         with contextlib.redirect_stdout(terminal):
             print_report(report)
-        terminal.flush()
-        shown = os.read(leader, 100_000).decode()
+    shown = b""
+    with contextlib.suppress(OSError):  # its end
+        while piece := os.read(leader, 100_000):
+            shown += piece
     os.close(leader)
+    shown = shown.decode()
     assert re.search("\x1b\\[[0-9;]*32m" + "ho 0", shown)
     assert "«" not in shown
 
@@ -371,7 +369,8 @@ def test_the_report_is_readable_where_rows_are_cut_and_the_speed_is_known(capsys
     sizes = {f"{part}_bytes": 2**30 for part in ("base", "adapter", "activation", "logit", "runtime", "total")}
     whole = {
         "dataset": data, "validation_split": {"training_rows": 9, "validation_rows": 1}, "seed": 0, "max_seq_len": 64,
-        "steps_per_epoch": 1, "total_steps": 1, "warmup_steps": 0, "tokens_per_epoch": 1, "largest_step_tokens": 1,
+        "n_epochs": 1, "batch_size": 8, "lr": 5.7e-4, "steps_per_epoch": 1, "total_steps": 1, "warmup_steps": 0,
+        "tokens_per_epoch": 1, "largest_step_tokens": 1,
         "longest_kept_tokens": 1, "trainable_parameters": 1, "memory": {"device_kind": "cpu", **sizes},
         "time": {"seconds": 3725.0, "tokens_per_second": 1000.4, "jobs": 2, "note": "by the speed of 2 jobs"},
     }  # fmt: skip
@@ -380,5 +379,6 @@ def test_the_report_is_readable_where_rows_are_cut_and_the_speed_is_known(capsys
     assert re.search(r"^rows +1,234,567$", out, re.M)
     assert re.search(r"^truncated +30 rows: 0, 1, .*19, …$", out, re.M)
     assert re.search(r"^held back +1 rows to validate, 9 to train on$", out, re.M)
+    assert re.search(r"^training +1 epoch, batches of 8, learning rate 0.00057$", out, re.M)
     assert re.search(r"^time +about 1:02:05 at 1,000 tokens/s, by the speed of 2 jobs$", out, re.M)
     assert not re.search(r"^dropped", out, re.M)

@@ -18,11 +18,12 @@ from hypothesis import strategies as st
 
 from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.layout import check_files
+from post_training.jobs.launchers.orders import Order
 from post_training.jobs.states import LeaseLost
 from post_training.processes import python_module, torch_environment
-from post_training.worker import saving
+from post_training.worker import announcing
 from post_training.worker.epochs import SAVE_SECONDS, SaveTimer
-from tests.job_bench import At, Bench, Killed, Outcome, rows, verify_here
+from tests.job_bench import At, Bench, Killed, Outcome, VerifierHere, rows
 from tests.random_llama import OVERFLOWS
 from tests.tiny_llama import save_tiny_llama
 
@@ -56,7 +57,7 @@ KINDS: dict[str, dict[str, Any]] = {
 def _one_thread_and_no_other_process() -> Iterator[None]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "verify_checkpoint", verify_here)
+        patch.setattr(announcing, "Verifier", VerifierHere)
         yield
     torch.set_num_threads(threads)
 
@@ -157,7 +158,9 @@ def test_a_checkpoint_that_was_recorded_and_not_announced_is_announced_without_t
     written = bench.root(spec.job_uuid) / str(calm["rich"].steps[epoch])
     before = written.stat().st_ino
     assert bench.run(spec) == calm["rich"]
-    assert set(trained_steps(bench, spec.job_uuid).values()) == {1}
+    # Training had gone on by one step where one was left.
+    again = {step for step, times in trained_steps(bench, spec.job_uuid).items() if times > 1}
+    assert again == ({4} if epoch == 0 else set())
     assert written.stat().st_ino == before
 
 
@@ -188,6 +191,13 @@ def test_a_stop_in_the_validation_saves_the_epoch_up_to_it(bench: Bench, calm: d
     assert set(trained_steps(bench, "validating").values()) == {1}
 
 
+@pytest.fixture
+def slow_verification(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A checkpoint is verified when a job waits for it, and not before."""
+    monkeypatch.setattr(VerifierHere, "looks", 12)
+
+
+@pytest.mark.usefixtures("slow_verification")
 def test_a_stop_in_the_verification_leaves_a_checkpoint_that_the_next_attempt_announces(
     bench: Bench, calm: dict[str, Outcome]
 ) -> None:
@@ -199,26 +209,144 @@ def test_a_stop_in_the_verification_leaves_a_checkpoint_that_the_next_attempt_an
     spec = bench.submit("verifying", **KINDS["plain"])
     assert bench.attempt(at) == "scheduled"
     assert bench.outcome("verifying").steps == []
-    assert bench.steps("verifying")[-1] == 4
+    # The next epoch was trained meanwhile, and its end waited.
+    assert bench.steps("verifying") == [4, 8]
     assert bench.run(spec, attempts=1) == calm["plain"]
+    assert set(trained_steps(bench, "verifying").values()) == {1}
+
+
+@pytest.mark.parametrize("looks", [1, 2, 12])
+def test_training_goes_on_while_a_checkpoint_is_verified_with_the_same_bytes(
+    bench: Bench, calm: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    monkeypatch.setattr(VerifierHere, "looks", looks)
+    order: list[str] = []
+
+    def at(name: str, step: int | None) -> None:
+        if name == "announce" or (name == "update" and step is not None):
+            order.append(f"{name} {step}")
+
+    spec = bench.submit(f"beside-{looks}", **KINDS["plain"])
+    assert bench.attempt(at) == "completed"
+    assert bench.outcome(spec.job_uuid) == calm["plain"]
+    # Looked at after each step; the next epoch's checkpoint waits for the one before.
+    after = min(4 + looks + 1, 8)
+    told = [f"update {step}" for step in range(1, 9)]
+    assert order == [*told[:after], "announce 4", *told[after:], "announce 8"]
+
+
+@pytest.mark.usefixtures("slow_verification")
+def test_training_waits_for_a_verification_that_has_no_memory_beside_it(
+    bench: Bench, calm: dict[str, Outcome], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VerifierHere, "fits_beside_training", lambda _: False)
+    announced: list[int] = []
+
+    def at(name: str, step: int | None) -> None:
+        if name == "announce":
+            announced.append(len(trained_steps(bench, "waited")))
+
+    bench.submit("waited", **KINDS["plain"])
+    assert bench.attempt(at) == "completed"
+    assert announced == [4, 8]
+    assert bench.outcome("waited") == calm["plain"]
+
+
+@pytest.mark.usefixtures("slow_verification")
+def test_a_checkpoint_that_is_verified_stays_whatever_the_limit(bench: Bench, calm: dict[str, Outcome]) -> None:
+    seen: list[list[int]] = []
+
+    def at(name: str, _step: int | None) -> None:
+        if name == "record_checkpoint":
+            seen.append(bench.steps("unproven"))
+
+    spec = bench.submit("unproven", **KINDS["plain"])
+    bench.attempt(at)
+    assert seen == [[], [1], [2], [3], [3, 4], [4, 5], [4, 6], [4, 7]]
+    assert bench.outcome(spec.job_uuid) == calm["plain"]
+
+
+@pytest.mark.usefixtures("slow_verification")
+@pytest.mark.parametrize("step", [5, 7])
+def test_a_job_killed_while_a_checkpoint_is_verified_announces_it_once_and_goes_on_from_the_newest(
+    bench: Bench, calm: dict[str, Outcome], step: int
+) -> None:
+    spec = bench.submit(f"beside-killed-{step}", **KINDS["plain"])
+    assert bench.attempt(at_call("update", step + 1)) == "scheduled"
+    assert bench.steps(spec.job_uuid) == [4, step]
+    assert bench.run(spec) == calm["plain"]
+    assert bench.log(spec.job_uuid).count("checkpoint tiny-sft-") == 2 * 2 + 1  # written; written again; announced
+    assert trained_steps(bench, spec.job_uuid)[step] == 1
+
+
+@pytest.mark.usefixtures("slow_verification")
+def test_a_damaged_checkpoint_that_was_still_to_be_announced_is_made_again(
+    bench: Bench, calm: dict[str, Outcome]
+) -> None:
+    spec = bench.submit("unproven-damaged", **KINDS["plain"], save_total_limit=2)
+    bench.attempt(at_call("update", 7))
+    assert bench.steps(spec.job_uuid) == [4, 5, 6]
+    flip(bench.root(spec.job_uuid) / "4" / "adapter" / "adapter_model.safetensors")
+    assert bench.run(spec) == calm["plain"]
+    assert "passed over a damaged checkpoint: " in bench.log(spec.job_uuid)
+
+
+@pytest.mark.parametrize("looks", [0, 2, 12])
+def test_a_checkpoint_that_fails_its_verification_fails_the_job_however_far_it_has_come(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch, looks: int
+) -> None:
+    monkeypatch.setattr(VerifierHere, "looks", looks)
+
+    def at(name: str, step: int | None) -> None:
+        if name == "record_checkpoint" and step == 4:
+            flip(bench.root(spec.job_uuid) / "4" / "adapter" / "adapter_model.safetensors")
+
+    spec = bench.submit(f"unverified-{looks}", **KINDS["plain"])
+    assert bench.attempt(at) == "failed"
+    failed = bench.outcome(spec.job_uuid)
+    assert (failed.error, failed.steps, bench.folders(spec.job_uuid)) == ("checkpoint_unverified", [], [])
+    assert max(s for s in trained_steps(bench, spec.job_uuid) if s) == min(4 + looks + 1, 8)
+
+
+@pytest.mark.usefixtures("slow_verification")
+def test_a_job_that_fails_while_a_checkpoint_is_verified_announces_that_and_the_newest(bench: Bench) -> None:
+    data = overflowing(rows(20), *range(5, 20))
+    options: dict[str, Any] = {"data_config": {"batch_size": 1, "shuffle": False}, "max_steps_per_epoch": 4}
+    spec = bench.submit("failed-meanwhile", data, **options, n_epochs=3, save_every_n_steps=3)
+
+    def at(name: str, step: int | None) -> None:
+        if name == "update" and step == 7:
+            raise RuntimeError("unforeseen")
+
+    assert bench.attempt(at) == "failed"
+    failed = bench.outcome(spec.job_uuid)
+    assert (failed.identifiers, failed.steps) == (["tiny-sft-JOB-0", "tiny-sft-JOB-step6"], [4, 6])
+    assert bench.folders(spec.job_uuid) == ["4", "6"]
 
 
 # A failing example is told as it was found: to shrink it would take minutes.
 @settings(max_examples=8, deadline=None, phases=[Phase.explicit, Phase.reuse, Phase.generate])
-@given(st.lists(st.tuples(st.integers(1, 70), st.booleans()), min_size=1, max_size=4), st.sampled_from(sorted(KINDS)))
+@given(
+    st.lists(st.tuples(st.integers(1, 70), st.booleans()), min_size=1, max_size=4),
+    st.sampled_from(sorted(KINDS)),
+    st.integers(0, 6),
+)
 def test_any_number_of_ends_anywhere_come_to_the_same(
     tmp_path_factory: pytest.TempPathFactory,
     base: Path,
     calm: dict[str, Outcome],
     ends: list[tuple[int, bool]],
     kind: str,
+    looks: int,
 ) -> None:
     bench = Bench(tmp_path_factory.mktemp("random"), base)
     spec = bench.submit("random", **KINDS[kind])
-    for at, stop in ends:
-        if bench.attempt(_at_any(at, stop)) == "completed":
-            break
-    assert bench.run(spec) == calm[kind]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(VerifierHere, "looks", looks)
+        for at, stop in ends:
+            if bench.attempt(_at_any(at, stop)) == "completed":
+                break
+        assert bench.run(spec) == calm[kind]
 
 
 def _at_any(number: int, stop: bool) -> At:
@@ -384,10 +512,18 @@ def test_a_worker_without_a_lease_exits_with_3_and_writes_nothing(bench: Bench) 
     bench.submit("gone", **KINDS["plain"])
     owner = bench.claim().owner
     assert bench.leases.lost("gone", owner, "taken away", max_attempts=1000)
-    command = [*python_module("post_training.worker.main"), "--home", str(bench.home), "--job", "gone"]
-    environment = {**torch_environment(1), "POSTGRAD_DATABASE_URL": bench.store.database.url}
-    environment["POSTGRAD_JOB_OWNER"] = owner
-    assert subprocess.run(command, env=environment, capture_output=True, check=False).returncode == 3
+    command = [*python_module("post_training.worker.main"), "--home", str(bench.home)]
+    order = Order(
+        database_url=bench.store.database.url,
+        job_uuid="gone",
+        owner=owner,
+        model_module="tests.random_llama",
+        log=str(bench.home / "log"),
+        warm_seconds=60,
+    )
+    run = subprocess.run(command, env=torch_environment(1), input=order.line(), capture_output=True, check=False)
+    assert (run.returncode, run.stdout) == (3, b"taken\n")
+    assert "job gone is not this worker's any more" in (bench.home / "log").read_text()
     assert not (bench.home / "jobs").exists()
 
 

@@ -1,4 +1,4 @@
-"""Which checkpoints may be removed: never the newest, the best, or one that is announced."""
+"""Which checkpoints may be removed: never the newest, one that is announced, or one after an epoch."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_announced_ones_stay_and_do_not_count() -> None:
     assert removable(history, 2) == {1, 2, 3, 5, 6}
 
 
-def test_the_best_one_stays_although_it_is_old_and_not_announced() -> None:
-    history = [saved(1, train=0.5), saved(2, train=0.1), saved(3, train=0.9), saved(4), saved(5)]
-    assert removable(history, 1) == {1, 3, 4}
+def test_one_after_an_epoch_stays_although_it_is_old_and_not_yet_announced() -> None:
+    history = [saved(1), saved(2, train=0.1), saved(3), saved(4, train=0.9), saved(5), saved(6)]
+    assert removable(history, 1) == {1, 3, 5}
 
 
 def test_validation_loss_counts_before_training_loss_and_nan_never() -> None:
@@ -63,13 +63,13 @@ def histories(draw: st.DrawFn) -> list[SavedCheckpoint]:
 
 @settings(max_examples=1000, deadline=None)
 @given(histories(), st.none() | st.integers(1, 12))
-def test_over_random_histories_newest_best_and_announced_stay_and_the_limit_holds(
+def test_over_random_histories_newest_announced_and_those_after_epochs_stay_and_the_limit_holds(
     history: list[SavedCheckpoint], limit: int | None
 ) -> None:
     gone = removable(history, limit)
     kept = [checkpoint for checkpoint in history if checkpoint.step not in gone]
     assert gone <= {checkpoint.step for checkpoint in history}
-    assert all(not c.announced for c in history if c.step in gone)
+    assert all(not c.announced and c.metrics is None for c in history if c.step in gone)
     if history:
         assert max(c.step for c in history) not in gone
     for name in ("validation_loss", "train_loss"):
@@ -79,9 +79,8 @@ def test_over_random_histories_newest_best_and_announced_stay_and_the_limit_hold
             lowest = min(loss for loss, _ in numbers)
             assert any(loss == lowest and step not in gone for loss, step in numbers)
             break
-    waiting = sorted(c.step for c in history if not c.announced)
-    assert set(waiting[-(limit or 1) :]).isdisjoint(gone)
-    # One more than the limit at most: the best.
-    assert sum(not c.announced for c in kept) <= (limit or 1) + 1
+    inside = sorted(c.step for c in history if not c.announced and c.metrics is None)
+    assert set(inside[-(limit or 1) :]).isdisjoint(gone)
+    assert sum(not c.announced and c.metrics is None for c in kept) <= (limit or 1)
     # Nothing more goes at a second look.
     assert removable(kept, limit) == frozenset()

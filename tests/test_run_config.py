@@ -225,11 +225,12 @@ def test_template_names_are_the_folders_with_a_run_yaml():
 
 
 def test_jobs_run_on_the_devices_that_the_file_names(tmp_path: Path):
-    config = load(tmp_path, "jobs: {devices: [cpu, 'cuda:1'], max_queued: 7, max_attempts: 2}")
+    config = load(tmp_path, "jobs: {devices: [cpu, 'cuda:1'], max_queued: 7, max_attempts: 2, warm_seconds: 0.5}")
     settings = config.jobs.settings(config.environ)
     assert [slot.name for slot in settings.slots] == ["cpu:0", "cuda:1"]
-    assert (settings.max_queued, settings.max_attempts) == (7, 2)
-    assert load(tmp_path, "version: 2").jobs.max_attempts == 3
+    assert (settings.max_queued, settings.max_attempts, settings.warm_seconds) == (7, 2, 0.5)
+    left_out = load(tmp_path, "version: 2").jobs
+    assert (left_out.max_attempts, left_out.warm_seconds) == (3, 300)
 
 
 @pytest.mark.parametrize(
@@ -239,6 +240,7 @@ def test_jobs_run_on_the_devices_that_the_file_names(tmp_path: Path):
         ("{devices: cpu}", "jobs.devices"),
         ("{max_queued: 0}", "jobs.max_queued"),
         ("{max_attempts: 0}", "jobs.max_attempts"),
+        ("{warm_seconds: -1}", "jobs.warm_seconds"),
         ("{workers: 3}", "jobs.workers"),
     ],
 )

@@ -15,7 +15,7 @@ import pytest
 from apis.post_training.models import JobStatus
 from post_training.jobs.database import Database
 from post_training.jobs.devices import Slot
-from post_training.jobs.launchers.local import AdoptedWorker, LocalWorker
+from post_training.jobs.launchers.local import AdoptedWorker, LocalWorker, WorkerHandle
 from post_training.jobs.leases import Claim, Leases
 from post_training.jobs.scheduler import Scheduler, SchedulerSettings
 from post_training.jobs.store import JobStore
@@ -49,6 +49,13 @@ class ProgramLauncher:
 
     def adopt(self, pid: int, process_started: str | None) -> AdoptedWorker:
         return AdoptedWorker(pid, process_started)
+
+    def keep(self, worker: WorkerHandle) -> None:
+        raise AssertionError("these programs do one job")
+
+    def reap(self) -> None: ...
+
+    def close(self) -> None: ...
 
     def end(self) -> None:
         for worker in self.launched:

@@ -18,11 +18,11 @@ from post_training.data.batching import flatten
 from post_training.training.model import LoraSettings, ModelConfig
 from post_training.training.optim import OptimSettings
 from post_training.training.trainer import Trainer
-from post_training.worker import saving
+from post_training.worker import announcing
 from post_training.worker.resume import Cursor
 from post_training.worker.saving import Snapshot, write_checkpoint
 from providers.torchtune.model import load_model
-from tests.job_bench import Bench, rows, verify_here
+from tests.job_bench import Bench, VerifierHere, rows
 from tests.test_trainer import make_rows
 from tests.tiny_llama import save_tiny_llama
 
@@ -37,7 +37,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(autouse=True)
 def _verified_here(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setattr(saving, "verify_checkpoint", verify_here)
+    monkeypatch.setattr(announcing, "Verifier", VerifierHere)
     threads = torch.get_num_threads()
     yield
     torch.set_num_threads(threads)

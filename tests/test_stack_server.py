@@ -23,6 +23,7 @@ from apis.errors import DataInvalid, JobNotFound, NotSupported, PortBusy, QueueF
 from apis.post_training import (
     JobStatus,
     JobSummary,
+    ListOrder,
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -77,7 +78,13 @@ class Notebook:
             raise JobNotFound(f"there is no job {job_uuid!r}", param="job_uuid")
         return self.jobs[job_uuid]
 
-    async def list_jobs(self) -> ListPostTrainingJobsResponse:
+    async def list_jobs(
+        self,
+        limit: int | None = None,
+        after: str | None = None,
+        order: ListOrder = ListOrder.asc,
+        status: JobStatus | None = None,
+    ) -> ListPostTrainingJobsResponse:
         at = datetime(2026, 1, 1, tzinfo=UTC)
         jobs = [JobSummary(job_uuid=i, status=JobStatus.scheduled, model="m", created_at=at) for i in self.jobs]
         return ListPostTrainingJobsResponse(data=jobs)

@@ -60,7 +60,7 @@ def file(tmp_path: Path) -> Path:
 
 
 def spec_of(model: Path, file: Path, created_at: datetime = datetime(2026, 1, 1, tzinfo=UTC), **data: Any) -> JobSpec:
-    config = {"data_config": {"dataset_id": "data", "max_seq_len": 64, **data}}
+    config = {"data_config": {"dataset_id": "data", "max_seq_len": 64, **data}, "optimizer_config": {"lr": 3e-4}}
     source, policy = {"type": "uri", "uri": str(file)}, {"allowed_roots": [str(file.parent)]}
     return JobSpec(
         job_uuid="job",

@@ -19,7 +19,7 @@ from torch import Tensor
 from post_training.data.batching import flatten, micro_batches
 from post_training.data.types import TokenizedRow
 from post_training.training.interruption import Interrupted
-from post_training.training.model import LoraSettings, ModelConfig
+from post_training.training.model import Dtype, KernelForm, LoraSettings, ModelConfig
 from post_training.training.optim import OptimSettings, learning_rate
 from post_training.training.trainer import Trainer
 from providers.torchtune.model import load_model
@@ -47,10 +47,10 @@ def make_rows(count: int, seed: int = 0) -> list[TokenizedRow]:
     return rows
 
 
-def make_trainer(base_dir: Path, *, total: int = 20, dtype: str = "fp32", **options: object) -> Trainer:
-    model = load_model(
-        ModelConfig(base_dir, LoraSettings(RANK, ALPHA), dtype=dtype, seed=1)  # pyright: ignore[reportArgumentType]
-    )
+def make_trainer(
+    base_dir: Path, *, total: int = 20, dtype: Dtype = "fp32", kernels: KernelForm = "fused", **options: object
+) -> Trainer:
+    model = load_model(ModelConfig(base_dir, LoraSettings(RANK, ALPHA), dtype=dtype, seed=1, kernels=kernels))
     return Trainer(model, replace(OptimSettings(total, lr=LR, warmup_steps=2, weight_decay=0.1), **options))  # pyright: ignore[reportArgumentType]
 
 
@@ -255,15 +255,17 @@ def test_gradients_are_clipped_to_the_norm_and_the_norm_before_is_reported(base_
     assert moved == pytest.approx(LR * 0.01, rel=1e-3)
 
 
-def test_bf16_masters_keep_updates_that_bf16_weights_would_lose(base_dir: Path) -> None:
-    trainer = make_trainer(base_dir, dtype="bf16", lr=1e-6, warmup_steps=0)
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+def test_bf16_masters_keep_updates_that_bf16_weights_would_lose(base_dir: Path, kernels: KernelForm) -> None:
+    trainer = make_trainer(base_dir, dtype="bf16", kernels=kernels, lr=1e-6, warmup_steps=0)
     before = trainer.masters.snapshot()
     trainer.train_step([flatten(make_rows(3))])
     after = trainer.masters.snapshot()
     moved = [name for name in after if not torch.equal(after[name], before[name])]
     assert moved
+    assert any(torch.equal(after[name].bfloat16(), before[name].bfloat16()) for name in moved)
     parameters = trainer.model.adapter_parameters()
-    assert all(torch.equal(parameters[name], after[name].bfloat16()) for name in after)
+    assert all(torch.equal(parameters[name].bfloat16(), after[name].bfloat16()) for name in after)
 
 
 def test_validation_is_weighted_over_all_tokens_whatever_the_batch_size(base_dir: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,9 +16,9 @@ from hypothesis import strategies as st
 from apis.errors import DataInvalid
 from post_training.data.planning import split_rows
 from post_training.data.types import TokenizedRow
-from post_training.worker import saving
+from post_training.worker import announcing
 from post_training.worker.epochs import stops_early
-from tests.job_bench import Bench, Killed, rows, verify_here
+from tests.job_bench import Bench, Killed, VerifierHere, rows
 from tests.tiny_llama import save_tiny_llama
 
 pytestmark = pytest.mark.filterwarnings("ignore:.is_gradient_checkpointing:FutureWarning")
@@ -28,7 +29,7 @@ FAST = {"optimizer_type": "sgd", "lr": 0.1}
 def _one_thread_and_no_other_process() -> Iterator[None]:
     threads = torch.get_num_threads()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(saving, "verify_checkpoint", verify_here)
+        patch.setattr(announcing, "Verifier", VerifierHere)
         yield
     torch.set_num_threads(threads)
 
@@ -93,6 +94,36 @@ def test_a_split_trains_on_the_rest_only_and_reports_both(base: Path, tmp_path: 
         assert metrics is not None
         assert metrics["perplexity"] == pytest.approx(math.exp(metrics["validation_loss"]))
         assert 0 <= metrics["token_accuracy"] <= 1
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_validation_set_of_one_short_row_is_measured_whatever_the_batches(base: Path, tmp_path: Path, packed: bool):
+    bench = Bench(tmp_path / "home", base)
+    options: dict[str, Any] = {"data_config": {"batch_size": 64, "packed": packed}, "n_epochs": 1}
+    outcome = bench.run(bench.submit("tiny-set", rows(4), rows(1), **options))
+    assert outcome.status == "completed", bench.log("tiny-set")
+    (metrics,) = outcome.metrics
+    assert metrics is not None
+    assert math.isfinite(metrics["validation_loss"])
+    report = bench.store.get("tiny-set").report
+    assert report is not None
+    assert report["validation_dataset"]["rows"] == 1
+
+
+def test_a_validation_set_without_anything_to_measure_is_refused_by_its_field_before_training(
+    base: Path, tmp_path: Path
+):
+    bench = Bench(tmp_path / "home", base)
+    for name, held_out, message in (
+        ("none", [], "no rows"),
+        ("long", [{**rows(1)[0], "prompt": "a " * 400}], "supervised"),
+    ):
+        outcome = bench.run(bench.submit(name, rows(4), held_out, n_epochs=1))
+        error = bench.store.get(name).error
+        assert (outcome.status, outcome.error, outcome.series) == ("failed", "data_invalid", [])
+        assert error is not None
+        assert error["param"] == "training_config.data_config.validation_dataset_id"
+        assert message in error["message"]
 
 
 def test_a_job_that_stops_early_is_completed_and_an_interrupted_one_stops_at_the_same_epoch(base: Path, tmp_path: Path):

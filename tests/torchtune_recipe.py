@@ -132,7 +132,7 @@ def recipe_config(model_dir: Path, rows: Path, out: Path, *, steps: int, rank: i
 
 def main(config_file: Path, out: Path) -> None:
     config = OmegaConf.load(config_file)
-    recipe = _recipe().LoRAFinetuneRecipeSingleDevice(cfg=config)
+    recipe = recipe_module().LoRAFinetuneRecipeSingleDevice(cfg=config)
     recipe.setup(cfg=config)
     save_file(_batches(recipe), out / "batches.safetensors")
     save_file(_adapter(recipe), out / "start.safetensors")
@@ -143,7 +143,8 @@ def main(config_file: Path, out: Path) -> None:
     (out / "losses.json").write_text(json.dumps([float(found) for found in re.findall(r"\bloss:(\S+)", log)]))
 
 
-def _recipe() -> ModuleType:
+def recipe_module() -> ModuleType:
+    """The module that torchtune installs the recipe as."""
     # The folder of recipes refuses to be imported as a package.
     found = importlib.util.find_spec("torchtune")
     assert found is not None

@@ -49,7 +49,7 @@ _COLUMNS: dict[DatasetFormat, tuple[tuple[str, ...], tuple[str, ...]]] = {
     DatasetFormat.dialog: (("dialog",), ()),
     DatasetFormat.instruct: (("chat_completion_input", "expected_answer"), ()),
     DatasetFormat.prompt_completion: (("prompt", "completion"), ()),
-    DatasetFormat.alpaca: (("instruction", "output"), ("input",)),
+    DatasetFormat.alpaca: (("instruction", "output"), ("input", "system", "history")),
     DatasetFormat.sharegpt: (("conversations",), ("system", "tools")),
     DatasetFormat.text: (("text",), ()),
 }
@@ -72,8 +72,12 @@ class DataConfig(RequestModel):
     """Which rows are trained on and how they are batched."""
 
     dataset_id: Identifier
-    batch_size: int = Field(
-        default=8, ge=1, le=65536, description="Rows per micro-batch; with `packed`, packs per micro-batch"
+    batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        le=65536,
+        description="Rows per micro-batch; with `packed`, packs per micro-batch. null: 8, fewer for few rows and up to "
+        "32 for many (docs/training.md)",
     )
     shuffle: bool = Field(default=True, description="A seeded permutation of the rows, anew each epoch")
     data_format: DatasetFormat | None = Field(default=None, description="null: told by the columns of the first row")
@@ -123,7 +127,15 @@ class OptimizerConfig(RequestModel):
     """How weights are changed. A field that the chosen optimizer or schedule has no use for is refused."""
 
     optimizer_type: OptimizerType = OptimizerType.adamw
-    lr: float = Field(default=3e-4, gt=0, le=10, allow_inf_nan=False, description="The highest learning rate")
+    lr: float | None = Field(
+        default=None,
+        validate_default=True,
+        gt=0,
+        le=10,
+        allow_inf_nan=False,
+        description="The highest learning rate; null: by the model's width, 3e-4 at 2,048 (docs/training.md), for adam "
+        "and adamw only",
+    )
     weight_decay: float = Field(
         default=0.0, ge=0, allow_inf_nan=False, description="Decoupled for adamw, in the gradient for adam and sgd"
     )
@@ -143,6 +155,13 @@ class OptimizerConfig(RequestModel):
         default=None, gt=0, le=1, allow_inf_nan=False, description="adam and adamw: added to the divisor; null: 1e-8"
     )
     momentum: float | None = Field(default=None, ge=0, lt=1, description="sgd; null: 0")
+
+    @field_validator("lr")
+    @classmethod
+    def _known_for_the_optimizer(cls, value: float | None, info: ValidationInfo) -> float | None:
+        if value is None and info.data.get("optimizer_type") == OptimizerType.sgd:
+            raise ValueError("sgd has no default rate, since a good one depends on the size of the gradients; give lr")
+        return value
 
     @field_validator("betas", "eps", "momentum")
     @classmethod
@@ -172,7 +191,12 @@ class EfficiencyConfig(RequestModel):
 
 
 class TrainingConfig(RequestModel):
-    n_epochs: int = Field(default=3, ge=1, le=10_000)
+    n_epochs: int | None = Field(
+        default=None,
+        ge=1,
+        le=10_000,
+        description="null: 3, up to 10 for few rows and down to 1 for many (docs/training.md)",
+    )
     max_steps_per_epoch: int | None = Field(
         default=None, ge=1, description="Optimizer steps; null (or 0): the whole epoch"
     )
@@ -391,8 +415,19 @@ class JobSummary(PostTrainingJob):
     created_at: datetime
 
 
+class ListOrder(StrEnum):
+    """By the time of the submit: the oldest first, or the newest."""
+
+    asc = "asc"
+    desc = "desc"
+
+
 class ListPostTrainingJobsResponse(ResponseModel):
+    """All jobs asked for, or a page of them; `has_more` and `next` are only in the answer to a call with `limit`."""
+
     data: list[JobSummary]
+    has_more: bool | None = None
+    next: str | None = Field(default=None, description="Pass as `after` for the next page; null: this is the last")
 
 
 class PostTrainingJobStatusResponse(ResponseModel):
@@ -498,78 +533,3 @@ class StoredFile:
     path: Path
     size: int
     sha256: str
-
-
-class RowNumbers(ResponseModel):
-    count: int
-    first_rows: list[int] = Field(description="The first 20, from 0")
-
-
-class DroppedRows(RowNumbers):
-    """Rows that are not trained on: too long where `on_overlength` is `drop`, or left without a supervised token."""
-
-    overlength: RowNumbers
-    unsupervised: RowNumbers
-
-
-class SampleRun(ResponseModel):
-    text: str
-    supervised: bool = Field(description="Whether these tokens carry loss")
-
-
-class DatasetReport(ResponseModel):
-    """A data set as it is trained on; tokens are those of the rows that are kept."""
-
-    rows: int = Field(description="Rows read")
-    format: DatasetFormat
-    tokens: int
-    supervised_tokens: int
-    longest_row_tokens: int = Field(description="Before truncation")
-    truncated: RowNumbers
-    dropped: DroppedRows
-    control_tokens: RowNumbers = Field(description="Rows whose own text holds the text of a control token")
-    sample: list[SampleRun] = Field(description="The first kept row as the model reads it, with its loss mask")
-    fingerprint: str = Field(description="sha256 of all tokens and weights")
-
-
-class ValidationSplit(ResponseModel):
-    training_rows: int
-    validation_rows: int
-
-
-class MemoryEstimate(ResponseModel):
-    """Bytes at the peak; docs/training.md has the formula."""
-
-    device_kind: str
-    base_bytes: int
-    adapter_bytes: int = Field(description="With gradients, fp32 masters and the optimizer's moments")
-    activation_bytes: int = Field(description="Of the largest micro-batch")
-    logit_bytes: int
-    runtime_bytes: int
-    total_bytes: int
-
-
-class TimeEstimate(ResponseModel):
-    seconds: float | None = Field(description="Of the training steps; null where no job like it has completed")
-    tokens_per_second: float | None
-    jobs: int = Field(description="How many jobs this is known from")
-    note: str
-
-
-class PreflightReport(ResponseModel):
-    """What a job would train on and take; the job's own `report` has the same keys."""
-
-    dataset: DatasetReport
-    validation_dataset: DatasetReport | None = None
-    validation_split: ValidationSplit | None = None
-    seed: int
-    max_seq_len: int
-    steps_per_epoch: int = Field(description="Optimizer steps of the first epoch")
-    total_steps: int
-    warmup_steps: int
-    tokens_per_epoch: int = Field(description="Tokens of the first epoch's steps")
-    largest_step_tokens: int
-    longest_kept_tokens: int = Field(description="After truncation")
-    trainable_parameters: int
-    memory: MemoryEstimate
-    time: TimeEstimate

@@ -8,6 +8,8 @@ from typing import Protocol, runtime_checkable
 from apis.post_training.models import (
     CheckpointFilesResponse,
     JobEvent,
+    JobStatus,
+    ListOrder,
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -15,11 +17,11 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
-    PreflightReport,
     PreflightRequest,
     StoredFile,
     SupervisedFineTuneRequest,
 )
+from apis.post_training.reports import PreflightReport
 
 
 @runtime_checkable
@@ -51,8 +53,22 @@ class PostTraining(Protocol):
         """
         ...
 
-    async def list_jobs(self) -> ListPostTrainingJobsResponse:
-        """Every job, oldest first."""
+    async def list_jobs(
+        self,
+        limit: int | None = None,
+        after: str | None = None,
+        order: ListOrder = ListOrder.asc,
+        status: JobStatus | None = None,
+    ) -> ListPostTrainingJobsResponse:
+        """The jobs of this status (all: None), whole or a page.
+
+        Args:
+            limit: at most so many; `has_more` and `next` are set then, and only then.
+            after: go on behind this job's id, or at the `next` of the page before.
+
+        Raises:
+            InvalidField: `after` is neither.
+        """
         ...
 
     async def get_job_status(self, job_uuid: str) -> PostTrainingJobStatusResponse:

@@ -13,6 +13,8 @@ from apis.post_training.event_stream import JobEventStream, event_id
 from apis.post_training.file_answers import file_answer
 from apis.post_training.models import (
     CheckpointFilesResponse,
+    JobStatus,
+    ListOrder,
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -20,16 +22,21 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
-    PreflightReport,
     PreflightRequest,
     SupervisedFineTuneRequest,
 )
 from apis.post_training.protocol import PostTraining
+from apis.post_training.reports import PreflightReport
 
 MAX_PAGE = 10_000
+MAX_JOBS_PAGE = 1000
 
 After = Annotated[int | None, Query(ge=0, le=MAX_INTEGER, description="Only what is numbered above this")]
 Tail = Annotated[int | None, Query(ge=1, le=MAX_PAGE, description="The newest so many lines; not with `after`")]
+Limit = Annotated[int | None, Query(ge=1, le=MAX_JOBS_PAGE, description="At most so many jobs. Left out: all")]
+AfterJob = Annotated[str | None, Query(description="The jobs behind this one, by its id or as `next` of a page says")]
+Order = Annotated[ListOrder, Query(description="Oldest or newest first")]
+OfStatus = Annotated[JobStatus | None, Query(description="Only the jobs that are so")]
 Step = Annotated[int, Path(ge=0, le=MAX_INTEGER, description="The checkpoint's optimizer step")]
 LastEventId = Annotated[str | None, Header(description="Id of the last event seen; goes before `after`")]
 
@@ -59,9 +66,12 @@ def _add_submits(router: APIRouter, impl: PostTraining) -> None:
 
 
 def _add_jobs(router: APIRouter, impl: PostTraining) -> None:
-    @router.get("/jobs")
-    async def list_jobs() -> ListPostTrainingJobsResponse:
-        return await impl.list_jobs()
+    # What is left unset is left out: a call without `limit` is answered as it was before there were pages.
+    @router.get("/jobs", response_model_exclude_unset=True)
+    async def list_jobs(
+        limit: Limit = None, after: AfterJob = None, order: Order = ListOrder.asc, status: OfStatus = None
+    ) -> ListPostTrainingJobsResponse:
+        return await impl.list_jobs(limit, after, order, status)
 
     # `:path` because an id may hold slashes; the verb is the last segment.
     @router.get("/jobs/{job_uuid:path}/status")

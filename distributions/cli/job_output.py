@@ -1,17 +1,27 @@
-"""What `postgrad post_training logs` and `metrics` print."""
+"""What `postgrad post_training list`, `logs` and `metrics` print."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from typing import TYPE_CHECKING
 
 from distributions.cli.output import print_json, print_table
 
 if TYPE_CHECKING:
-    from apis.post_training.models import PostTrainingJobLogStream, StepMetric
+    from apis.post_training.models import JobSummary, PostTrainingJobLogStream, StepMetric
     from post_training.client import StackClient
 
 _HEADER = ("STEP", "EPOCH", "LOSS", "LR", "GRAD NORM", "TOKENS/S", "SUPERVISED", "MEMORY")
+_LARGEST_PAGE = 1000
+
+
+def listed_jobs(client: StackClient, limit: int | None, status: str | None) -> list[JobSummary]:
+    """All jobs, or the newest `limit` of them; the oldest first in both cases."""
+    if limit is None:
+        return client.post_training.jobs(status=status)
+    newest = client.post_training.iter_jobs(order="desc", status=status, page_size=min(limit, _LARGEST_PAGE))
+    return list(islice(newest, limit))[::-1]
 
 
 def print_log(client: StackClient, job_uuid: str, tail: int | None, *, as_json: bool) -> None:

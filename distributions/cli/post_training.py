@@ -37,9 +37,13 @@ DataSet = Annotated[
 ValidationSet = Annotated[
     str | None, _option("--validation-dataset", help="Rows for the validation after each epoch, given as --dataset is.")
 ]
-Epochs = Annotated[int | None, _option("--epochs", min=1, help="Passes over the data. Left out: 3.")]
-LearningRate = Annotated[float | None, _option("--lr", help="Peak learning rate. Left out: 3e-4.")]
-BatchSize = Annotated[int | None, _option("--batch-size", min=1, help="Rows in a micro-batch. Left out: 8.")]
+Epochs = Annotated[
+    int | None, _option("--epochs", min=1, help="Passes over the data. Left out: 3, or as the rows ask.")
+]
+LearningRate = Annotated[float | None, _option("--lr", help="Peak learning rate. Left out: by the model's width.")]
+BatchSize = Annotated[
+    int | None, _option("--batch-size", min=1, help="Rows in a micro-batch. Left out: 8, or as the rows ask.")
+]
 MaxSeqLen = Annotated[
     int | None, _option("--max-seq-len", min=8, help="Tokens a row is cut to. Left out: the model's, at most 4096.")
 ]
@@ -227,14 +231,25 @@ def _one_job(argument: str | None, option: str | None) -> str:
 
 
 @app.command("list")
-def list_jobs(ctx: typer.Context, as_json: AsJson = False) -> None:
-    """List all jobs, oldest first.
+def list_jobs(
+    ctx: typer.Context,
+    limit: Annotated[int | None, _option("--limit", "-n", min=1, help="Only the newest so many.")] = None,
+    status: Annotated[
+        Literal["scheduled", "in_progress", "completed", "failed", "cancelled"] | None,
+        _option("--status", help="Only the jobs that are so."),
+    ] = None,
+    as_json: AsJson = False,
+) -> None:
+    """List jobs, oldest first: all, or the newest so many.
 
     \b
-    Example:
+    Examples:
       postgrad post_training list
+      postgrad post_training list --limit 20 --status failed
     """
-    jobs = connect(ctx).post_training.jobs()
+    from distributions.cli.job_output import listed_jobs
+
+    jobs = listed_jobs(connect(ctx), limit, status)
     if as_json:
         print_json(jobs)
         return

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from distributions.cli.output import clock, console, print_fields
 
 if TYPE_CHECKING:
-    from apis.post_training.models import DatasetReport, MemoryEstimate, PreflightReport, RowNumbers, TimeEstimate
+    from apis.post_training.reports import DatasetReport, MemoryEstimate, PreflightReport, RowNumbers, TimeEstimate
 
 
 def print_report(report: PreflightReport) -> None:
@@ -20,6 +20,7 @@ def print_report(report: PreflightReport) -> None:
         fields.append(("held back", f"{split.validation_rows:,} rows to validate, {split.training_rows:,} to train on"))
     fields += [
         ("steps", _steps(report)),
+        ("training", _training(report)),
         ("adapter", f"{report.trainable_parameters:,} trainable parameters"),
         ("memory", _memory(report.memory)),
         ("time", _time(report.time)),
@@ -56,6 +57,11 @@ def _steps(report: PreflightReport) -> str:
         f"{report.total_steps:,}, {report.steps_per_epoch:,} an epoch, {report.warmup_steps:,} of warm-up; "
         f"rows of up to {report.max_seq_len:,} tokens"
     )
+
+
+def _training(report: PreflightReport) -> str:
+    epochs = f"{report.n_epochs:,} {'epoch' if report.n_epochs == 1 else 'epochs'}"
+    return f"{epochs}, batches of {report.batch_size:,}, learning rate {report.lr:g}"
 
 
 def _memory(estimate: MemoryEstimate) -> str:

@@ -1,19 +1,26 @@
-"""A model in another form, made on demand. The work is done by a process with torch; this side has none."""
+"""A model in another form, made on demand, with its card.
+
+The work is done by a process with torch; this side has none.
+"""
 
 from __future__ import annotations
 
 import os
 import secrets
 import shutil
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from apis.errors import InvalidField, NotSupported, Unavailable
-from post_training.catalog.models import ModelCatalog
+from apis.errors import InvalidField, JobNotFound, ModelInvalid, NotSupported, Unavailable
+from post_training.catalog.models import ModelCatalog, ResolvedModel
 from post_training.catalog.naming import folder_name
 from post_training.checkpoints.child import run_child
-from post_training.checkpoints.layout import fsync, fsync_tree
+from post_training.checkpoints.layout import disk_full, fsync, fsync_tree, read_manifest
+from post_training.checkpoints.model_card import Run, render_card, write_card
+from post_training.jobs.spec import JobSpec
+from post_training.jobs.store import JobStore
 
 _EXPORT_SECONDS = 4 * 3600
 
@@ -21,7 +28,8 @@ _EXPORT_SECONDS = 4 * 3600
 def export_merged(models: ModelCatalog, identifier: str, dtype: Literal["fp32", "bf16"] = "fp32") -> Path:
     """Merge a checkpoint into `<home>/exports/<id>-merged-<dtype>/`, verified before it appears.
 
-    A checkpoint never changes, so an export that is there already is returned as it is.
+    A checkpoint never changes, so an export that is there already is returned as it is. It has the card of the run that
+    made the checkpoint.
 
     Raises:
         ModelNotFound: no model has that name.
@@ -47,7 +55,8 @@ def export_merged(models: ModelCatalog, identifier: str, dtype: Literal["fp32", 
     }
     temporary.mkdir(parents=True)
     try:
-        _run("post_training.checkpoints.export", request, model.identifier)
+        measured = _run("post_training.checkpoints.export", request, model.identifier)
+        _write_card(temporary, _made_by(models, model), measured)
         fsync_tree(temporary)
         _move(temporary, target)
     finally:
@@ -64,6 +73,7 @@ def export_gguf(
     """Write a checkpoint, or a base model, as one GGUF file for llama.cpp.
 
     A checkpoint is merged in fp32 first, which needs room for that beside the file for a while; the merge is verified.
+    The card of the run that made it is the file's `general.description`.
 
     Args:
         to: a file that does not exist. None: `<home>/exports/<id>-<dtype>.gguf`; one that is there already is returned
@@ -89,12 +99,14 @@ def export_gguf(
     else:
         _check_free(to)
     temporary = _temporary(target)
+    run = _made_by(models, model)
     request = {
         "base_dir": str(model.base_dir),
         "adapter_dir": None if model.adapter_dir is None else str(model.adapter_dir),
         "out_file": str(temporary),
         "name": model.identifier,
         "dtype": dtype,
+        "description": None if run is None else render_card("gguf", run),
     }
     try:
         _run("post_training.checkpoints.gguf_export", request, model.identifier)
@@ -113,8 +125,42 @@ def _check_free(to: Path) -> None:
         raise InvalidField(f"there is no folder {to.parent}: make it first", param="to")
 
 
-def _run(module: str, request: dict[str, Any], identifier: str) -> None:
-    run_child(module, request, what=f"the export of {identifier!r}", failure=Unavailable, timeout=_EXPORT_SECONDS)
+def _made_by(models: ModelCatalog, model: ResolvedModel) -> Run | None:
+    """The run that made a checkpoint; None for a base model, and for an adapter that no job of this store made."""
+    if model.adapter_dir is None:
+        return None
+    try:
+        manifest = read_manifest(model.adapter_dir.parent)
+        job = JobStore(models.database).get(manifest.job_uuid)
+    except (ModelInvalid, JobNotFound):
+        return None
+    report = job.report or {}
+    return Run(
+        spec=JobSpec.model_validate(job.spec).settled(report),
+        identifier=model.identifier,
+        step=manifest.step,
+        epoch=manifest.epoch,
+        metrics=manifest.metrics or {},
+        report=report,
+        versions=manifest.versions,
+    )
+
+
+def _write_card(folder: Path, run: Run | None, measured: dict[str, Any]) -> None:
+    if run is None:
+        return
+    try:
+        write_card(folder, "merged", replace(run, merge=measured))
+    except OSError as error:
+        if full := disk_full(error, "the model's card"):
+            raise full from error
+        raise
+
+
+def _run(module: str, request: dict[str, Any], identifier: str) -> dict[str, Any]:
+    return run_child(
+        module, request, what=f"the export of {identifier!r}", failure=Unavailable, timeout=_EXPORT_SECONDS
+    )
 
 
 def _temporary(target: Path) -> Path:

@@ -39,13 +39,16 @@ _FORMATS: dict[str, tuple[GGMLQuantizationType, LlamaFileType]] = {
 _QUANTIZATION_VERSION = 2  # of the blocks of q8_0: GGML_QNT_VERSION of ggml
 
 
-def write_gguf(model_dir: Path, out_file: Path, name: str, dtype: GgufDtype = "f32") -> None:
+def write_gguf(
+    model_dir: Path, out_file: Path, name: str, dtype: GgufDtype = "f32", description: str | None = None
+) -> None:
     """Write the whole Hugging Face model in `model_dir` as a GGUF file, one tensor at a time.
 
     Args:
         name: what the file says the model is called.
         dtype: of the matrices; vectors are always f32, as llama.cpp expects them. Where the rows of a matrix are no
             multiple of q8_0's 32 numbers, it is f16.
+        description: what the file says of the model, as `general.description`.
 
     Raises:
         UnsupportedModel: the architecture, the tokenizer or an option of them is not known; see `read_layout` and
@@ -58,6 +61,8 @@ def write_gguf(model_dir: Path, out_file: Path, name: str, dtype: GgufDtype = "f
     writer = gguf.GGUFWriter(out_file, gguf.MODEL_ARCH_NAMES[layout.architecture])
     try:
         writer.add_name(name)
+        if description is not None:
+            writer.add_description(description)
         writer.add_file_type(_FORMATS[dtype][1])
         writer.add_quantization_version(_QUANTIZATION_VERSION)
         layout.write_fields(writer)
@@ -129,7 +134,7 @@ def _merge_and_write(base_dir: Path, adapter_dir: Path, merged: Path, request: d
 
     merge(base_dir, adapter_dir, merged, "fp32")
     report = verify_merged(base_dir, adapter_dir, merged, "fp32")
-    write_gguf(merged, Path(request["out_file"]), request["name"], request["dtype"])
+    write_gguf(merged, Path(request["out_file"]), request["name"], request["dtype"], request["description"])
     return report
 
 

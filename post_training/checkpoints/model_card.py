@@ -1,4 +1,6 @@
-"""README.md beside a trained model: what it is, which run made it, how to load it. Facts of the run and nothing else.
+"""The card of a trained model: what it is, which run made it, how to load it. Facts of the run and nothing else.
+
+README.md beside the weights, or the description inside a GGUF file.
 
 No row of the data and no path of the server is in it, and no time, so that a resumed job writes the same bytes.
 """
@@ -13,11 +15,11 @@ from typing import Any, Literal
 
 import yaml
 
-from post_training.checkpoints.verify import BF16_BOUND, FP32_BOUND
+from post_training.checkpoints.verification import BF16_BOUND, FP32_BOUND
 from post_training.jobs.spec import JobSpec
 
 MODEL_CARD = "README.md"
-Form = Literal["adapter", "merged"]
+Form = Literal["adapter", "merged", "gguf"]
 
 _LIBRARIES: dict[Form, str] = {"adapter": "peft", "merged": "transformers"}
 # How a run is kept and where it waits; nothing of it is in the weights.
@@ -47,6 +49,14 @@ tokenizer = AutoTokenizer.from_pretrained("path/to/this/folder")
 
 The adapter is part of these weights: do not load it on top of them.
 """
+_LOAD_GGUF = """\
+```
+llama-server --jinja -m path/to/this/file.gguf
+```
+
+The adapter is part of these weights: do not load it on top of them.
+"""
+_LOAD: dict[Form, str] = {"adapter": _LOAD_ADAPTER, "merged": _LOAD_MERGED, "gguf": _LOAD_GGUF}
 
 
 @dataclass(frozen=True)
@@ -76,14 +86,13 @@ def write_card(directory: Path, form: Form, run: Run) -> None:
 
 
 def render_card(form: Form, run: Run) -> str:
-    """The text of README.md: YAML front matter as the Hugging Face hub reads it, then Markdown."""
+    """The card as Markdown; that of a folder begins with the YAML that the Hugging Face hub reads."""
     base = run.spec.model.base_identifier
-    load = _LOAD_ADAPTER if form == "adapter" else _LOAD_MERGED
     parts = (
-        f"---\n{yaml.safe_dump(_front_matter(form, base), sort_keys=False, allow_unicode=True)}---\n",
+        *([] if form == "gguf" else [_front_matter(form, base)]),
         f"# {run.identifier}\n",
         f"{_WHAT[form]} of `{base}`, made by Postgrad.\n",
-        f"## Load\n\n{load.format(base=json.dumps(base, ensure_ascii=False), name=base)}",
+        f"## Load\n\n{_LOAD[form].format(base=json.dumps(base, ensure_ascii=False), name=base)}",
         f"## Run\n\n{_table(_run_facts(run))}",
         f"## Data\n\n{_table(_data_facts(run))}",
         f"## Settings\n\n{_table(_setting_facts(run))}",
@@ -96,17 +105,19 @@ def render_card(form: Form, run: Run) -> str:
 _WHAT: dict[Form, str] = {
     "adapter": "A LoRA adapter (PEFT)",
     "merged": "A whole model: a LoRA adapter merged into the weights",
+    "gguf": "A whole model for llama.cpp: a LoRA adapter merged into the weights",
 }
 
 
-def _front_matter(form: Form, base: str) -> dict[str, Any]:
-    return {
+def _front_matter(form: Form, base: str) -> str:
+    facts = {
         "base_model": base,
         "base_model_relation": "adapter" if form == "adapter" else "finetune",
         "library_name": _LIBRARIES[form],
         "pipeline_tag": "text-generation",
         "tags": ["lora", "sft", "postgrad"],
     }
+    return f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n"
 
 
 def _run_facts(run: Run) -> Iterator[tuple[str, Any]]:
@@ -115,7 +126,7 @@ def _run_facts(run: Run) -> Iterator[tuple[str, Any]]:
     yield "base model", spec.model.base_identifier
     if spec.model.identifier != spec.model.base_identifier:
         yield "trained on from", spec.model.identifier
-    yield "epochs", f"{run.epoch + 1} of {spec.training_config.n_epochs}"
+    yield "epochs", f"{run.epoch + 1} of {spec.n_epochs}"
     yield "optimizer steps", run.step
     for name, value in run.metrics.items():
         if name != "epoch" and value is not None:

@@ -16,7 +16,7 @@ class SavedCheckpoint:
 
     Attributes:
         step: global optimizer step; the newest checkpoint has the highest.
-        announced: whether it is listed as a model.
+        announced: whether it is listed as a model. One after an epoch that is not is being verified, or will be.
         metrics: `train_loss` and `validation_loss`, of a checkpoint after an epoch; None inside one.
     """
 
@@ -28,12 +28,12 @@ class SavedCheckpoint:
 def removable(checkpoints: Sequence[SavedCheckpoint], limit: int | None) -> frozenset[int]:
     """The steps of the checkpoints that may be removed now.
 
-    Of those that are not announced the newest `limit` stay (None: 1). The newest of all, the best one and every
-    announced one stay whatever the limit.
+    Of those inside an epoch that are not announced the newest `limit` stay (None: 1). The newest of all, every
+    announced one and every one after an epoch stay whatever the limit.
     """
-    waiting = sorted(checkpoint.step for checkpoint in checkpoints if not checkpoint.announced)
-    kept = {best_step(checkpoints), max((checkpoint.step for checkpoint in checkpoints), default=None)}
-    return frozenset(waiting[: -(limit or DEFAULT_LIMIT)]) - kept
+    inside = sorted(c.step for c in checkpoints if not c.announced and c.metrics is None)
+    newest = max((checkpoint.step for checkpoint in checkpoints), default=None)
+    return frozenset(inside[: -(limit or DEFAULT_LIMIT)]) - {newest}
 
 
 def best_step(checkpoints: Sequence[SavedCheckpoint]) -> int | None:

@@ -81,6 +81,11 @@ def load_training_state(directory: Path) -> tuple[dict[str, Tensor], dict[str, A
         ) from error
 
 
+def load_meta(directory: Path) -> dict[str, Any]:
+    """The plain values of a training state. Raises OSError, ValueError where its file is gone or damaged."""
+    return json.loads((directory / META).read_text(encoding="utf-8"))
+
+
 def masters_of(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """The master weights of a training state, by parameter name."""
     return {

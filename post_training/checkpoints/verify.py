@@ -1,11 +1,11 @@
 """A checkpoint proves itself: reloaded as its users would, it must compute what the trainer computed.
 
-    python -m post_training.checkpoints.verify < request.json
+    python -m post_training.checkpoints.verify < requests.jsonl
 
-runs apart from the trainer, so that nothing it still holds in memory can make a bad file look good. All in fp32 on the
-CPU: the provider's model with the trainer's saved master weights gives the reference logits; plain transformers + PEFT,
-and the merged model, must give the same. All of them hold the adapter against the base as it is stored; where it was
-trained against a quantized base, what that changes is measured beside.
+runs apart from the trainer (`verification.py` has it run), so that nothing it still holds in memory can make a bad file
+look good. All in fp32 on the CPU: the provider's model with the trainer's saved master weights gives the reference
+logits; plain transformers + PEFT, and the merged model, must give the same. All of them hold the adapter against the
+base as it is stored; where it was trained against a quantized base, what that changes is measured beside.
 """
 
 from __future__ import annotations
@@ -18,82 +18,24 @@ from typing import Any
 
 import torch
 from peft import PeftModel, get_peft_model_state_dict
-from pydantic import BaseModel
 from safetensors.torch import load_file
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from apis.errors import CheckpointUnverified, ModelInvalid
-from post_training.checkpoints.child import run_child, serve_child
+from post_training.checkpoints.child import serve_child
 from post_training.checkpoints.export import ADAPTER_TENSORS
 from post_training.checkpoints.layout import ADAPTER, MERGED, TRAINING_STATE, check_files
 from post_training.checkpoints.state import load_training_state, masters_of
+from post_training.checkpoints.verification import BF16_BOUND, FP32_BOUND, VerifyReport
+from post_training.processes import return_memory
 from post_training.training.model import LoraSettings, ModelConfig, Segments, TrainableModel
 
-FP32_BOUND = 1e-5
-BF16_BOUND = 3e-2
 PROBE_LENGTHS = (96, 64, 32)
 PROBE_SEED = 20_240_131
 # A difference of FP32_BOUND swaps two tokens only where their logits lie closer than this part of a row's RMS.
 TIE_MARGIN = 1e-4
-
-
-class VerifyReport(BaseModel):
-    """What was measured. Differences are relative Frobenius norms of logits.
-
-    Attributes:
-        adapter_error: base + adapter in PEFT against the trainer.
-        merged_error: the merged model against the trainer; of the saved one, else of PEFT's own fp32 merge in memory.
-        merged_dtype: how the merged model is saved, None where there is none.
-        change: base + adapter against the base alone: what training changed.
-        tokens: length of the probe.
-        quantization_change: the adapter on the quantized base it was trained against, to the same on the stored base;
-            None where the base was not quantized.
-    """
-
-    adapter_error: float
-    merged_error: float
-    merged_dtype: str | None
-    change: float
-    tokens: int
-    quantization_change: float | None = None
-
-
-def verify_checkpoint(
-    checkpoint_dir: Path,
-    base_dir: Path,
-    model_module: str,
-    lora_config: dict[str, Any],
-    threads: int | None = None,
-    timeout: float = 1800,
-) -> VerifyReport:
-    """Verify a committed checkpoint in a process of its own; the directory is not changed.
-
-    Args:
-        model_module: module with `load_model(ModelConfig) -> TrainableModel`.
-        lora_config: the fields of LoraSettings the checkpoint was trained with.
-
-    Raises:
-        CheckpointUnverified: with the numbers, where the artifacts do not compute what the trainer computed, training
-            changed nothing, a value is not finite, or verification could not end.
-        OutOfMemory: the process was killed by the system.
-    """
-    request = {
-        "checkpoint_dir": str(checkpoint_dir),
-        "base_dir": str(base_dir),
-        "model_module": model_module,
-        "lora": lora_config,
-        "threads": threads,
-    }
-    answer = run_child(
-        "post_training.checkpoints.verify",
-        request,
-        what="the verification of the checkpoint",
-        failure=CheckpointUnverified,
-        timeout=timeout,
-        threads=threads,
-    )
-    return VerifyReport.model_validate(answer)
+_base_found: dict[tuple[tuple[str, int, int], ...], Tensor] = {}
 
 
 def probe_segments(base_dir: Path) -> list[Tensor]:
@@ -106,7 +48,11 @@ def probe_segments(base_dir: Path) -> list[Tensor]:
 
 
 def verify(request: dict[str, Any]) -> VerifyReport:
-    """The work of `verify_checkpoint`, in this process."""
+    """Verify one checkpoint in this process.
+
+    Raises:
+        CheckpointUnverified: as `verification.Verifier` has it.
+    """
     checkpoint, base_dir = Path(request["checkpoint_dir"]), Path(request["base_dir"])
     try:
         check_files(checkpoint)
@@ -119,10 +65,10 @@ def verify(request: dict[str, Any]) -> VerifyReport:
     lora = LoraSettings(**request["lora"])
     stored_base = ModelConfig(base_dir, replace(lora, quantized_base=False), dtype="fp32")
     trainer = _trainer_logits(request["model_module"], stored_base, masters, probe)
-    base, adapter, merged = _peft_logits(base_dir, checkpoint / ADAPTER, probe)
-    dtype = None
-    if (checkpoint / MERGED).is_dir():
-        dtype = _saved_dtype(checkpoint / MERGED)
+    has_merged = (checkpoint / MERGED).is_dir()
+    base, adapter, merged = _peft_logits(base_dir, checkpoint / ADAPTER, probe, merge=not has_merged)
+    dtype = _saved_dtype(checkpoint / MERGED) if has_merged else None
+    if merged is None:
         merged = _plain_logits(checkpoint / MERGED, probe)
     report = VerifyReport(
         adapter_error=relative_error(adapter, trainer),
@@ -149,7 +95,7 @@ def verify_merged(base_dir: Path, adapter_dir: Path, merged_dir: Path, dtype: st
         CheckpointUnverified: they differ by more than the dtype's bound.
     """
     probe = probe_segments(base_dir)
-    base, adapter, _ = _peft_logits(base_dir, adapter_dir, probe)
+    base, adapter, _ = _peft_logits(base_dir, adapter_dir, probe, merge=False)
     merged = _plain_logits(merged_dir, probe)
     error = relative_error(merged, adapter)
     _check_error("the merged model", error, FP32_BOUND if dtype == "fp32" else BF16_BOUND)
@@ -204,10 +150,12 @@ def _flat(probe: list[Tensor]) -> Segments:
     return Segments(torch.cat(probe), positions, tuple(len(segment) for segment in probe))
 
 
-def _peft_logits(base_dir: Path, adapter_dir: Path, probe: list[Tensor]) -> tuple[Tensor, Tensor, Tensor]:
-    """Logits [T, V] of the base, of base + adapter in PEFT, and of PEFT's own merge."""
+def _peft_logits(
+    base_dir: Path, adapter_dir: Path, probe: list[Tensor], *, merge: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Logits [T, V] of the base, of base + adapter in PEFT, and of PEFT's own merge where that is asked for."""
     model = _load_plain(base_dir)
-    base = _logits(model, probe)
+    base = _base_logits(model, base_dir, probe)
     peft = PeftModel.from_pretrained(model, str(adapter_dir), local_files_only=True)
     # PEFT passes over keys it does not know; what it took must be what the file holds.
     unused = (
@@ -217,7 +165,17 @@ def _peft_logits(base_dir: Path, adapter_dir: Path, probe: list[Tensor]) -> tupl
     if unused:
         raise CheckpointUnverified(f"PEFT does not take the adapter as it is: {min(unused)} is left over")
     adapter = _logits(peft, probe)
-    return base, adapter, _logits(peft.merge_and_unload(), probe)
+    return base, adapter, _logits(peft.merge_and_unload(), probe) if merge else None
+
+
+def _base_logits(model: nn.Module, base_dir: Path, probe: list[Tensor]) -> Tensor:
+    """Those of the base as its files are now; a process that verifies a job's checkpoints computes them once."""
+    states = [(str(file), (stat := file.stat()).st_size, stat.st_mtime_ns) for file in sorted(base_dir.iterdir())]
+    key = tuple(states)
+    if key not in _base_found:
+        _base_found.clear()
+        _base_found[key] = _logits(model, probe)
+    return _base_found[key]
 
 
 def _plain_logits(directory: Path, probe: list[Tensor]) -> Tensor:
@@ -264,9 +222,11 @@ def _numbers(report: VerifyReport) -> str:
 
 
 def _serve(request: dict[str, Any]) -> dict[str, Any]:
-    if request.get("threads"):
-        torch.set_num_threads(request["threads"])
-    return verify(request).model_dump()
+    torch.set_num_threads(request["threads"])
+    try:
+        return verify(request).model_dump()
+    finally:
+        return_memory()  # this process waits for the next checkpoint, perhaps for long
 
 
 if __name__ == "__main__":

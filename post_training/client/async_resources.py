@@ -16,17 +16,20 @@ from apis.models.models import Model
 from apis.post_training.models import (
     CheckpointFile,
     JobEvent,
+    JobStatus,
     JobSummary,
+    ListOrder,
+    ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
-    PreflightReport,
     PreflightRequest,
     SupervisedFineTuneRequest,
 )
+from apis.post_training.reports import PreflightReport
 from post_training.client import calls
 from post_training.client.downloads import Form, OnProgress, download_in_thread
 from post_training.client.following import Following
@@ -58,8 +61,29 @@ class PostTrainingResource(_Resource):
         built = calls.build_request(PreferenceOptimizeRequest, request, fields)
         return await self._transport.send(calls.preference_optimize(built))
 
-    async def jobs(self) -> list[JobSummary]:
-        return await self._transport.send(calls.list_jobs())
+    async def jobs(self, *, status: JobStatus | str | None = None) -> list[JobSummary]:
+        return await self._transport.send(calls.list_jobs(status))
+
+    async def jobs_page(
+        self,
+        limit: int = 100,
+        after: str | None = None,
+        *,
+        order: ListOrder | str = ListOrder.asc,
+        status: JobStatus | str | None = None,
+    ) -> ListPostTrainingJobsResponse:
+        return await self._transport.send(calls.jobs_page(limit, after, order, status))
+
+    async def iter_jobs(
+        self, *, order: ListOrder | str = ListOrder.asc, status: JobStatus | str | None = None, page_size: int = 100
+    ) -> AsyncIterator[JobSummary]:
+        page = await self.jobs_page(page_size, order=order, status=status)
+        while True:
+            for job in page.data:
+                yield job
+            if page.next is None:
+                return
+            page = await self.jobs_page(page_size, page.next, order=order, status=status)
 
     async def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         return await self._transport.send(calls.job_status(job_uuid))

@@ -24,7 +24,9 @@ from apis.models.models import ListModelsResponse, Model, RegisterModelRequest
 from apis.post_training.models import (
     CheckpointFile,
     CheckpointFilesResponse,
+    JobStatus,
     JobSummary,
+    ListOrder,
     ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
@@ -32,10 +34,10 @@ from apis.post_training.models import (
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
-    PreflightReport,
     PreflightRequest,
     SupervisedFineTuneRequest,
 )
+from apis.post_training.reports import PreflightReport
 from post_training.client.core import Call, ModelT, parse_as, parse_nothing, path_id
 from post_training.client.errors import invalid_request
 
@@ -86,9 +88,16 @@ def preference_optimize(request: PreferenceOptimizeRequest) -> Call[PostTraining
     return Call("POST", path, parse_as(PostTrainingJob), body=_json(request))
 
 
-def list_jobs() -> Call[list[JobSummary]]:
+def list_jobs(status: JobStatus | str | None) -> Call[list[JobSummary]]:
     parse = parse_as(ListPostTrainingJobsResponse)
-    return Call("GET", _JOBS, lambda body: parse(body).data)
+    return Call("GET", _JOBS, lambda body: parse(body).data, params={"status": status})
+
+
+def jobs_page(
+    limit: int, after: str | None, order: ListOrder | str, status: JobStatus | str | None
+) -> Call[ListPostTrainingJobsResponse]:
+    params = {"limit": limit, "after": after, "order": order, "status": status}
+    return Call("GET", _JOBS, parse_as(ListPostTrainingJobsResponse), params=params)
 
 
 def _job(job_uuid: str, verb: str) -> str:

@@ -16,17 +16,20 @@ from apis.models.models import Model
 from apis.post_training.models import (
     CheckpointFile,
     JobEvent,
+    JobStatus,
     JobSummary,
+    ListOrder,
+    ListPostTrainingJobsResponse,
     PostTrainingJob,
     PostTrainingJobArtifactsResponse,
     PostTrainingJobLogStream,
     PostTrainingJobMetricsResponse,
     PostTrainingJobStatusResponse,
     PreferenceOptimizeRequest,
-    PreflightReport,
     PreflightRequest,
     SupervisedFineTuneRequest,
 )
+from apis.post_training.reports import PreflightReport
 from post_training.client import calls
 from post_training.client.downloads import CheckpointDownload, Form, OnProgress
 from post_training.client.following import Following
@@ -76,9 +79,36 @@ class PostTrainingResource(_Resource):
         built = calls.build_request(PreferenceOptimizeRequest, request, fields)
         return self._transport.send(calls.preference_optimize(built))
 
-    def jobs(self) -> list[JobSummary]:
-        """Every job, oldest first."""
-        return self._transport.send(calls.list_jobs())
+    def jobs(self, *, status: JobStatus | str | None = None) -> list[JobSummary]:
+        """Every job, or every one of this status, oldest first, in one answer; `iter_jobs` is for very many."""
+        return self._transport.send(calls.list_jobs(status))
+
+    def jobs_page(
+        self,
+        limit: int = 100,
+        after: str | None = None,
+        *,
+        order: ListOrder | str = ListOrder.asc,
+        status: JobStatus | str | None = None,
+    ) -> ListPostTrainingJobsResponse:
+        """Up to `limit` (at most 1,000) jobs; the answer's `next`, passed as `after`, gets the page behind them.
+
+        Args:
+            after: a job's id works as well.
+            order: `asc` or `desc`, the newest first.
+        """
+        return self._transport.send(calls.jobs_page(limit, after, order, status))
+
+    def iter_jobs(
+        self, *, order: ListOrder | str = ListOrder.asc, status: JobStatus | str | None = None, page_size: int = 100
+    ) -> Iterator[JobSummary]:
+        """Every job, or every one of this status, read page by page as they are taken; deleting them is no harm."""
+        page = self.jobs_page(page_size, order=order, status=status)
+        while True:
+            yield from page.data
+            if page.next is None:
+                return
+            page = self.jobs_page(page_size, page.next, order=order, status=status)
 
     def status(self, job_uuid: str) -> PostTrainingJobStatusResponse:
         return self._transport.send(calls.job_status(job_uuid))

@@ -41,6 +41,10 @@ class Fields:
     def text(self, column: str) -> str:
         return text(self.value(column), self.index, self.pointer(column))
 
+    def optional_text(self, column: str) -> str:
+        """Empty where the column is missing or null."""
+        return "" if self.value(column) is None else self.text(column)
+
     def answer(self, column: str) -> str:
         """Text to learn. Raises DataInvalid where it is empty."""
         answer = self.text(column)

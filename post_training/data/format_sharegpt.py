@@ -79,8 +79,7 @@ def _calls(value: str, index: int, pointer: str) -> list[dict[str, Any]]:
 
 def _with_system(messages: list[Message], fields: Fields) -> list[Message]:
     """The messages, after the one of the column `system` where it holds something."""
-    given = fields.value("system")
-    content = "" if given is None else text(given, fields.index, fields.pointer("system"))
+    content = fields.optional_text("system")
     if not content:
         return messages
     if messages[0]["role"] == "system":

@@ -6,7 +6,7 @@ A preflight and the job's worker both come through here, so the report before a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from typing import Any
 from apis.datasets.models import DATA_SOURCE
 from apis.errors import DataInvalid
 from post_training.data.chat import ChatTokenizer
-from post_training.data.planning import count_steps, max_seq_len, plan_epoch, split_rows, warmup_steps
+from post_training.data.planning import count_steps, max_seq_len, plan_epoch, settle, split_rows, warmup_steps
 from post_training.data.preflight import TokenizedDataset, tokenize_dataset
 from post_training.data.sources import RowReader, SourcePolicy, open_rows
 from post_training.data.token_cache import TokenCache
@@ -28,19 +28,24 @@ class JobRows:
     """What a job trains and validates on.
 
     Attributes:
+        spec: the job's, with the epochs and the batch size that it trains with.
         report: that JSON can hold: `dataset` and, where the job has them, `validation_dataset` (as `tokenize_dataset`
             reports them, with the `fingerprint` of their rows) and `validation_split`; `seed`, `max_seq_len`,
-            `steps_per_epoch` (of the first epoch), `total_steps`, `warmup_steps`, `tokens_per_epoch`,
-            `largest_step_tokens` and `longest_kept_tokens`.
+            `n_epochs`, `batch_size`, `lr`, `steps_per_epoch` (of the first epoch), `total_steps`, `warmup_steps`,
+            `tokens_per_epoch`, `largest_step_tokens` and `longest_kept_tokens`.
     """
 
+    spec: JobSpec
     training: TokenizedDataset
     validation: TokenizedDataset | None
     report: dict[str, Any]
 
 
-def read_job_rows(spec: JobSpec, home: Path) -> JobRows:
+def read_job_rows(spec: JobSpec, home: Path, earlier: Mapping[str, Any] | None = None) -> JobRows:
     """Read, check and tokenise everything that a job trains and validates on, or take it from the cache under `home`.
+
+    Args:
+        earlier: the report of an earlier attempt; see `settle`.
 
     Raises:
         DataInvalid: with the row's number; `param` names the field of the data set.
@@ -57,7 +62,8 @@ def read_job_rows(spec: JobSpec, home: Path) -> JobRows:
         kept, held_out = split_rows(training.rows, config.validation_split, spec.seed)
         training, validation = replace(training, rows=kept), replace(training, rows=held_out)
         report["validation_split"] = {"training_rows": len(kept), "validation_rows": len(held_out)}
-    return JobRows(training, validation, {**report, **_plan_report(spec, training.rows)})
+    settled = settle(spec, training.rows, earlier)
+    return JobRows(settled, training, validation, {**report, **_plan_report(settled, training.rows)})
 
 
 def tokenize(spec: JobSpec, reference: DatasetRef, cache: TokenCache | None = None) -> TokenizedDataset:
@@ -122,6 +128,9 @@ def _plan_report(spec: JobSpec, rows: Sequence[TokenizedRow]) -> dict[str, Any]:
     return {
         "seed": spec.seed,
         "max_seq_len": max_seq_len(spec),
+        "n_epochs": spec.n_epochs,
+        "batch_size": spec.batch_size,
+        "lr": spec.lr,
         "steps_per_epoch": len(plan),
         "total_steps": total,
         "warmup_steps": warmup_steps(spec.training_config.optimizer_config, total),

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from apis.errors import DataInvalid
-from apis.post_training.models import OptimizerConfig
+from apis.post_training.models import DataConfig, OptimizerConfig
 from post_training.data.batching import epoch_order, steps
 from post_training.data.types import TokenizedRow
+from post_training.defaults import default_batch_size, default_epochs
 from post_training.jobs.spec import JobSpec
 
 _SPLIT_STREAM = 2**32 - 1  # no epoch has this number, so no epoch's order is drawn from the same stream
@@ -31,28 +32,34 @@ def max_seq_len(spec: JobSpec) -> int:
     )
 
 
+def settle(spec: JobSpec, rows: Sequence[TokenizedRow], earlier: Mapping[str, Any] | None = None) -> JobSpec:
+    """The job with the batch size and the epochs that its request left out.
+
+    Args:
+        rows: those to train on.
+        earlier: the report of an earlier attempt of the job; what that trained with holds.
+    """
+    config, known, data = spec.training_config, earlier or {}, _data_config(spec)
+    size = data.batch_size or known.get("batch_size") or default_batch_size(len(_steps(spec, rows, 0, 1)))
+    epochs = config.n_epochs or known.get("n_epochs")
+    if epochs is None:
+        planned = _steps(spec, rows, 0, size, config.gradient_accumulation_steps)
+        epochs = default_epochs(len(rows), len(planned))
+    return spec.settled({"n_epochs": epochs, "batch_size": size})
+
+
 def plan_epoch(spec: JobSpec, rows: Sequence[TokenizedRow], epoch: int) -> list[list[int]]:
-    """The row indices of each optimizer step of an epoch."""
-    data = spec.training_config.data_config
-    assert data is not None  # no job is accepted without
-    return steps(
-        [len(row.tokens) for row in rows],
-        order=epoch_order(len(rows), data.shuffle, spec.seed, epoch),
-        batch_size=data.batch_size,
-        accumulation=spec.training_config.gradient_accumulation_steps,
-        packed=bool(data.packed),
-        max_seq_len=max_seq_len(spec),
-        max_steps=spec.training_config.max_steps_per_epoch,
-    )
+    """The row indices of each optimizer step of an epoch of a settled job."""
+    config = spec.training_config
+    return _steps(spec, rows, epoch, spec.batch_size, config.gradient_accumulation_steps, config.max_steps_per_epoch)
 
 
 def count_steps(spec: JobSpec, rows: Sequence[TokenizedRow]) -> int:
     """Optimizer steps of the whole job."""
-    config = spec.training_config
-    if config.data_config is not None and config.data_config.packed:
+    if _data_config(spec).packed:
         # How rows fill packs depends on their order, which differs from epoch to epoch.
-        return sum(len(plan_epoch(spec, rows, epoch)) for epoch in range(config.n_epochs))
-    return config.n_epochs * len(plan_epoch(spec, rows, 0))
+        return sum(len(plan_epoch(spec, rows, epoch)) for epoch in range(spec.n_epochs))
+    return spec.n_epochs * len(plan_epoch(spec, rows, 0))
 
 
 def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
@@ -83,7 +90,31 @@ def split_rows(rows: Sequence[TokenizedRow], part: float, seed: int) -> tuple[li
 
 def validation_rows(spec: JobSpec, rows: Sequence[TokenizedRow]) -> Sequence[TokenizedRow]:
     """All rows, or those of the first `max_validation_steps` batches."""
-    config = spec.training_config
-    if config.max_validation_steps is None or config.data_config is None:
-        return rows
-    return rows[: config.max_validation_steps * config.data_config.batch_size]
+    limit = spec.training_config.max_validation_steps
+    return rows if limit is None else rows[: limit * spec.batch_size]
+
+
+def _steps(
+    spec: JobSpec,
+    rows: Sequence[TokenizedRow],
+    epoch: int,
+    batch_size: int,
+    accumulation: int = 1,
+    max_steps: int | None = None,
+) -> list[list[int]]:
+    data = _data_config(spec)
+    return steps(
+        [len(row.tokens) for row in rows],
+        order=epoch_order(len(rows), data.shuffle, spec.seed, epoch),
+        batch_size=batch_size,
+        accumulation=accumulation,
+        packed=bool(data.packed),
+        max_seq_len=max_seq_len(spec),
+        max_steps=max_steps,
+    )
+
+
+def _data_config(spec: JobSpec) -> DataConfig:
+    data = spec.training_config.data_config
+    assert data is not None  # no job is accepted without
+    return data

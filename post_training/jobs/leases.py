@@ -14,14 +14,15 @@ from datetime import datetime
 from typing import Any
 
 from pydantic import ValidationError
-from sqlalchemy import ColumnElement, delete, or_, select
+from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
 
 from apis.errors import JobFailure, PostgradError, WorkerDied
 from apis.post_training.models import JobError, JobProgress, JobStatus
 from post_training.jobs.database import Database, now
 from post_training.jobs.devices import Slot
-from post_training.jobs.moves import add_event, end_attempt, find_job, move
+from post_training.jobs.moves import add_event, add_step, end_attempt, find_job, move
+from post_training.jobs.queue import oldest_waiting
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.states import LeaseLost
 from post_training.jobs.tables import CheckpointRow, EventKind, JobRow, LeaseRow
@@ -77,22 +78,21 @@ class Leases:
 
         A job that can't run now keeps none behind it waiting. None where there is no such job or slot.
         """
-        if not self._may_claim(provider_ids):
-            return None
+        with self._database.reading() as session:
+            # Asked several times a second: without a job for these slots no writer's lock is taken.
+            if oldest_waiting(session, provider_ids, {slot.kind for slot in slots}) is None:
+                return None
         with self._database.session() as session:
             taken = set(session.scalars(select(LeaseRow.slot).where(LeaseRow.host == host)))
             free = [slot for slot in slots if slot.name not in taken]
-            while free and (job := _oldest(session, provider_ids, free)) is not None:
+            kinds = {slot.kind for slot in free}
+            while (sequence := oldest_waiting(session, provider_ids, kinds)) is not None:
+                job = session.get_one(JobRow, sequence)
                 spec = self._readable(session, job)
                 if spec is not None:
                     slot = next(slot for slot in free if job.device_kind in (None, slot.kind))
                     return self._take(session, job, spec, host, slot)
             return None
-
-    def _may_claim(self, provider_ids: Collection[str]) -> bool:
-        # Asked several times a second: without a job in the queue no writer's lock is taken.
-        with self._database.reading() as session:
-            return session.scalar(select(JobRow.sequence).where(*_waiting(provider_ids)).limit(1)) is not None
 
     def _readable(self, session: Session, job: JobRow) -> JobSpec | None:
         """A job's spec; None where it cannot be read, and then the job fails rather than hold up all behind it."""
@@ -205,9 +205,10 @@ class Leases:
                 job.report = {**(job.report or {}), **report}
             if resources is not None:
                 job.resources = {**(job.resources or {}), **resources}
-            if message is not None:
-                kind = EventKind.log if step is None else EventKind.step
-                add_event(session, job, self._at(job), message, kind, step=step, data=data)
+            if message is not None and step is None:
+                add_event(session, job, self._at(job), message, data=data)
+            elif message is not None and step is not None:
+                add_step(session, job, self._at(job), message, step, data or {}, progress and progress.total_steps)
 
     def record_checkpoint(self, owner: str, checkpoint: CheckpointRow) -> None:
         """Record a complete directory that is not announced. The same again is a no-op."""
@@ -286,17 +287,6 @@ def _worker_died(session: Session, job: JobRow, reason: str, attempts: int) -> J
     message = f"{reason}; {many} ended without a new checkpoint{kept}: look at the job's log, then submit it again"
     error = WorkerDied(f"{message} under another id")
     return JobError(code=error.code, message=error.message)
-
-
-def _waiting(provider_ids: Collection[str]) -> tuple[ColumnElement[bool], ...]:
-    return (JobRow.status == JobStatus.scheduled, JobRow.provider_id.in_(provider_ids))
-
-
-def _oldest(session: Session, provider_ids: Collection[str], free: Sequence[Slot]) -> JobRow | None:
-    """The job that waits longest of those that a free slot can run."""
-    fitting = or_(JobRow.device_kind.is_(None), JobRow.device_kind.in_({slot.kind for slot in free}))
-    query = select(JobRow).where(*_waiting(provider_ids), fitting).order_by(JobRow.sequence)
-    return session.scalars(query.limit(1)).first()
 
 
 def _owned(session: Session, job_uuid: str, owner: str) -> tuple[JobRow, LeaseRow]:

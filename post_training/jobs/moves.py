@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from datetime import datetime
+from typing import Any
 
 from sqlalchemy import delete, select
 from sqlalchemy.orm import Session
@@ -11,6 +12,7 @@ from apis.errors import JobNotFound
 from apis.post_training.models import JobError, JobStatus
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.states import check_transition
+from post_training.jobs.step_events import pack_step
 from post_training.jobs.tables import CheckpointRow, EventKind, EventRow, JobRow, LeaseRow, TransitionRow
 
 _UNANNOUNCED = CheckpointRow.announced_at.is_(None)
@@ -20,8 +22,20 @@ def find_job(session: Session, job_uuid: str) -> JobRow:
     """Raises JobNotFound."""
     job = session.scalar(select(JobRow).where(JobRow.job_uuid == job_uuid))
     if job is None:
-        raise JobNotFound(f"no job {job_uuid!r}; `postgrad post_training list` shows all", param="job_uuid")
+        raise _not_found(job_uuid)
     return job
+
+
+def find_sequence(session: Session, job_uuid: str) -> int:
+    """A job's number, from the index alone: its row may be large. Raises JobNotFound."""
+    sequence = session.scalar(select(JobRow.sequence).where(JobRow.job_uuid == job_uuid))
+    if sequence is None:
+        raise _not_found(job_uuid)
+    return sequence
+
+
+def _not_found(job_uuid: str) -> JobNotFound:
+    return JobNotFound(f"no job {job_uuid!r}; `postgrad post_training list` shows all", param="job_uuid")
 
 
 def move(session: Session, job: JobRow, new: JobStatus, reason: str, at: datetime) -> None:
@@ -79,10 +93,20 @@ def add_event(
     message: str,
     kind: EventKind = EventKind.log,
     *,
-    step: int | None = None,
     data: dict[str, object] | None = None,
 ) -> None:
-    session.add(EventRow(job_uuid=job.job_uuid, at=at, kind=kind, step=step, message=_text(message), data=data))
+    session.add(EventRow(job_sequence=job.sequence, at=at, kind=kind, text=_text(message), content=data))
+
+
+def add_step(
+    session: Session, job: JobRow, at: datetime, message: str, step: int, data: dict[str, Any], total_steps: int | None
+) -> None:
+    """Store what a job tells of an optimizer step."""
+    row = EventRow(job_sequence=job.sequence, at=at, kind=EventKind.step, step=step)
+    row.packed = pack_step(message, data, total_steps) if data.get("step") == step else None
+    if row.packed is None:
+        row.text, row.content = _text(message), data
+    session.add(row)
 
 
 def _text(message: str) -> str:

@@ -43,11 +43,13 @@ class SchedulerSettings:
         slots: room for one job each.
         max_queued: waiting jobs beyond which a submit is refused.
         max_attempts: attempts without a result, since the newest checkpoint, after which a job fails.
+        warm_seconds: how long a worker that has ended its job waits for the next; 0: a new process for each.
     """
 
     slots: tuple[Slot, ...] = field(default_factory=lambda: slots_of("auto"))
     max_queued: int = 100
     max_attempts: int = 3
+    warm_seconds: float = 0.0
 
 
 class Scheduler:
@@ -108,6 +110,7 @@ class Scheduler:
         workers = list(self._workers.values())
         for worker in workers:
             worker.terminate()
+        self._launcher.close()
         deadline = time.monotonic() + STOP_GRACE_SECONDS
         never = threading.Event()
         while any(worker.ended() is None for worker in workers) and time.monotonic() < deadline:
@@ -147,6 +150,7 @@ class Scheduler:
         for lease in held:
             self._look_after(lease)
         self._forget_ended(held)
+        self._launcher.reap()
         while self._has_room():
             claim = self._leases.claim(self._host, self.settings.slots, self.provider_ids)
             if claim is None:
@@ -197,15 +201,19 @@ class Scheduler:
         self._workers.pop(lease.owner, None)
 
     def _forget_ended(self, held: Iterable[HeldLease]) -> None:
-        """Wait for the processes of workers whose lease is gone, which are about to exit."""
+        """Let go of workers whose lease is gone: they wait for another job by now, or are about to exit."""
         owners = {lease.owner for lease in held}
         for owner, worker in list(self._workers.items()):
             if owner in owners:
                 continue
-            if worker.ended() is not None or self._watch.overdue(owner):
+            if worker.ended() is None and worker.idle():
+                self._launcher.keep(worker)
+            elif worker.ended() is not None or self._watch.overdue(owner):
                 worker.kill()
-                del self._workers[owner]
-                self._watch.forget(owner)
+            else:
+                continue
+            del self._workers[owner]
+            self._watch.forget(owner)
 
     def _launch(self, claim: Claim) -> None:
         threads = claim.spec.worker.threads or threads_each(self.settings.slots)
@@ -241,4 +249,5 @@ def local_scheduler(database: Database, home: Path, settings: SchedulerSettings 
     def folder(job_uuid: str) -> Path:
         return checkpoints_root(home, job_uuid).parent
 
-    return Scheduler(store, LocalLauncher(database.url, home), folder, clean, settings)
+    settings = settings or SchedulerSettings()
+    return Scheduler(store, LocalLauncher(database.url, home, settings.warm_seconds), folder, clean, settings)

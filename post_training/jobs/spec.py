@@ -5,6 +5,7 @@ Nothing in it names a class or a provider's internals: the model module is found
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from datetime import datetime
 from typing import Any, Literal
 
@@ -48,6 +49,8 @@ class WorkerSettings(BaseModel):
         model_module: module with `load_model` and nothing else the worker relies on.
         export: which forms of the trained model each checkpoint holds.
         micro_batch_tokens: most tokens in one forward pass; larger batches are split, which never changes the result.
+        kernels: how the model is computed; see `post_training.training.model.ModelConfig`. `auto`: `compiled` where the
+            job is long enough to win back the time that compiling takes, else `fused`.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -56,6 +59,7 @@ class WorkerSettings(BaseModel):
     device: str = "auto"
     threads: int | None = None
     micro_batch_tokens: int = 4096
+    kernels: Literal["auto", "compiled", "fused", "plain"] = "auto"
     export: tuple[Literal["adapter", "merged"], ...] = ("adapter",)
     merged_dtype: Literal["fp32", "bf16"] = "fp32"
     default_max_seq_len: int = 4096
@@ -66,6 +70,8 @@ class JobSpec(BaseModel):
 
     Attributes:
         created_at: when it was accepted; what a chat template that prints the date is told, on every attempt.
+        training_config: the request's, with a learning rate. Epochs and batch size may be left open: they depend on the
+            rows, and `post_training.data.planning.settle` fills them in.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -80,6 +86,36 @@ class JobSpec(BaseModel):
     validation: DatasetRef | None = None
     seed: int = 0
     worker: WorkerSettings
+
+    def settled(self, chosen: Mapping[str, Any]) -> JobSpec:
+        """The job with `n_epochs` and `batch_size` of `chosen`, such as its report, where its request left them out."""
+        config, data = self.training_config, self.training_config.data_config
+        assert data is not None  # no job is accepted without
+        data = data.model_copy(update={"batch_size": data.batch_size or chosen["batch_size"]})
+        update = {"n_epochs": config.n_epochs or chosen["n_epochs"], "data_config": data}
+        return self.model_copy(update={"training_config": config.model_copy(update=update)})
+
+    @property
+    def n_epochs(self) -> int:
+        """Passes over the data, of a settled spec."""
+        epochs = self.training_config.n_epochs
+        assert epochs is not None  # settle comes before any plan
+        return epochs
+
+    @property
+    def batch_size(self) -> int:
+        """Rows, or packs, of a micro-batch, of a settled spec."""
+        data = self.training_config.data_config
+        assert data is not None  # no job is accepted without
+        assert data.batch_size is not None  # settle comes before any plan
+        return data.batch_size
+
+    @property
+    def lr(self) -> float:
+        """The highest learning rate."""
+        lr = self.training_config.optimizer_config.lr
+        assert lr is not None  # no job is accepted without
+        return lr
 
     @property
     def device_kind(self) -> str | None:

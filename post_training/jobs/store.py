@@ -5,29 +5,22 @@ What a scheduler and a worker write is in `leases.py`.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 
-from sqlalchemy import func, literal, or_, select
+from sqlalchemy import func, select
 from sqlalchemy.orm import Session
 
 from apis.errors import Conflict, QueueFull
-from apis.post_training.models import JobStatus
+from apis.post_training.models import JobStatus, ListOrder
 from post_training.jobs.database import Database, now
-from post_training.jobs.moves import add_event, find_job, move, record_move
+from post_training.jobs.listing import JobHead, JobPage, read_page
+from post_training.jobs.moves import add_event, find_job, find_sequence, move, record_move
+from post_training.jobs.queue import count_ahead, count_waiting
 from post_training.jobs.spec import JobSpec
-from post_training.jobs.tables import CheckpointRow, EventKind, EventRow, JobRow, TransitionRow
+from post_training.jobs.tables import CheckpointRow, EventRow, JobRow, TransitionRow
 
-
-@dataclass(frozen=True)
-class JobHead:
-    """What a list of jobs shows of one; its spec stays in the store, since a list may be long."""
-
-    job_uuid: str
-    status: JobStatus
-    model: str
-    scheduled_at: datetime
+_SFT = "-sft-"
 
 
 class JobStore:
@@ -129,10 +122,19 @@ class JobStore:
 
     def summaries(self) -> Sequence[JobHead]:
         """Every job, oldest first."""
+        return self.page().jobs
+
+    def page(
+        self,
+        *,
+        limit: int | None = None,
+        after: str | None = None,
+        order: ListOrder = ListOrder.asc,
+        status: JobStatus | None = None,
+    ) -> JobPage:
+        """As `read_page`. Raises InvalidField."""
         with self.database.reading() as session:
-            query = select(JobRow.job_uuid, JobRow.status, JobRow.model, JobRow.scheduled_at)
-            rows = session.execute(query.order_by(JobRow.sequence)).all()
-        return [JobHead(job_uuid, JobStatus(status), model, at) for job_uuid, status, model, at in rows]
+            return read_page(session, limit=limit, after=after, order=order, status=status)
 
     def with_status(self, status: JobStatus) -> Sequence[str]:
         """The ids of all jobs that are so, oldest first."""
@@ -157,36 +159,31 @@ class JobStore:
     def events(self, job_uuid: str, after: int, limit: int = 1000) -> Sequence[EventRow]:
         """Events with an id greater than `after`, in order. Raises JobNotFound."""
         with self.database.reading() as session:
-            find_job(session, job_uuid)
-            query = select(EventRow).where(EventRow.job_uuid == job_uuid, EventRow.id > after)
-            return session.scalars(query.order_by(EventRow.id).limit(limit)).all()
+            told = select(EventRow).where(EventRow.job_sequence == find_sequence(session, job_uuid))
+            return session.scalars(told.where(EventRow.id > after).order_by(EventRow.id).limit(limit)).all()
 
     def newest_event(self, job_uuid: str) -> int:
-        """The id of the newest event, read without the job itself: for those who ask several times a second.
+        """The id of the newest event, read from indexes alone: for those who ask several times a second.
 
         Raises:
             JobNotFound
         """
         with self.database.reading() as session:
-            newest = session.scalar(select(func.max(EventRow.id)).where(EventRow.job_uuid == job_uuid))
-            if newest is None:  # each job has at least the event of its submit
-                find_job(session, job_uuid)
-            return newest or 0
+            told = EventRow.job_sequence == find_sequence(session, job_uuid)
+            return session.scalar(select(func.max(EventRow.id)).where(told)) or 0
 
     def last_events(self, job_uuid: str, limit: int) -> Sequence[EventRow]:
         """The newest events, in order. Raises JobNotFound."""
         with self.database.reading() as session:
-            find_job(session, job_uuid)
-            query = select(EventRow).where(EventRow.job_uuid == job_uuid).order_by(EventRow.id.desc()).limit(limit)
-            return session.scalars(query).all()[::-1]
+            told = select(EventRow).where(EventRow.job_sequence == find_sequence(session, job_uuid))
+            return session.scalars(told.order_by(EventRow.id.desc()).limit(limit)).all()[::-1]
 
     def metrics(self, job_uuid: str, after_step: int, limit: int) -> Sequence[EventRow]:
         """What was last told of each step greater than `after_step`, by step. Raises JobNotFound."""
         with self.database.reading() as session:
-            find_job(session, job_uuid)
             newest = (
                 select(func.max(EventRow.id))
-                .where(EventRow.job_uuid == job_uuid, EventRow.kind == EventKind.step, EventRow.step > after_step)
+                .where(EventRow.job_sequence == find_sequence(session, job_uuid), EventRow.step > after_step)
                 .group_by(EventRow.step)
                 .order_by(EventRow.step)
                 .limit(limit)
@@ -206,13 +203,7 @@ class JobStore:
         """
         mine = kinds if job.device_kind is None else [job.device_kind]
         with self.database.reading() as session:
-            query = select(func.count()).where(
-                JobRow.status == JobStatus.scheduled,
-                JobRow.sequence < job.sequence,
-                JobRow.provider_id.in_(provider_ids),
-                or_(JobRow.device_kind.is_(None), JobRow.device_kind.in_(mine)),
-            )
-            return session.scalar(query) or 0
+            return count_ahead(session, job.sequence, provider_ids, mine)
 
 
 def _same_job(session: Session, job_uuid: str, body_hash: str) -> bool:
@@ -229,19 +220,28 @@ def _same_job(session: Session, job_uuid: str, body_hash: str) -> bool:
 def _check_checkpoint_ids(session: Session, spec: JobSpec) -> None:
     """Refuse a job whose checkpoints would be called as another's: model `m-sft-a` with job `b`, `m` with `a-sft-b`."""
     model, job_uuid = spec.model.identifier, spec.job_uuid
-    prefix = literal(model + "-sft-" + job_uuid)
-    query = select(JobRow.job_uuid).where(JobRow.model + "-sft-" + JobRow.job_uuid == prefix)
-    if (other := session.scalar(query.limit(1))) is not None:
-        raise Conflict(
-            f"checkpoints of {model!r} in job {job_uuid!r} would be called as those of job {other!r}; "
-            "choose another job_uuid",
-            param="job_uuid",
-        )
+    models = {job: name for name, job in _readings(f"{model}{_SFT}{job_uuid}")}
+    # Each reading names one job, so few are looked up by id, however many there are.
+    query = select(JobRow.job_uuid, JobRow.model).where(JobRow.job_uuid.in_(models))
+    for other, others_model in session.execute(query):
+        if models[other] == others_model:
+            raise Conflict(
+                f"checkpoints of {model!r} in job {job_uuid!r} would be called as those of job {other!r}; "
+                "choose another job_uuid",
+                param="job_uuid",
+            )
+
+
+def _readings(name: str) -> Iterator[tuple[str, str]]:
+    """Every model and job whose checkpoints' ids begin with `name`: it is split at each place where it can be."""
+    at = name.find(_SFT)
+    while at >= 0:
+        yield name[:at], name[at + len(_SFT) :]
+        at = name.find(_SFT, at + 1)
 
 
 def _check_room(session: Session, max_queued: int) -> None:
-    query = select(func.count()).select_from(JobRow).where(JobRow.status == JobStatus.scheduled)
-    waiting = session.scalar(query) or 0
+    waiting = count_waiting(session)
     if waiting >= max_queued:
         raise QueueFull(f"{waiting} jobs wait already and the limit is {max_queued}; submit again later")
 

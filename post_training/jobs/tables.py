@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from datetime import datetime
 from enum import StrEnum
+from functools import cached_property
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Index, String, Text, UniqueConstraint
+from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint
 from sqlalchemy.orm import Mapped, mapped_column
 
 from post_training.jobs.database import Base, UtcDateTime
+from post_training.jobs.step_events import unpack_step
 
 
 class JobRow(Base):
@@ -46,7 +48,10 @@ class JobRow(Base):
     resources: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
     error: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
 
-    __table_args__ = (Index("jobs_by_status", "status", "sequence"),)
+    __table_args__ = (
+        Index("jobs_by_status", "status", "sequence"),
+        Index("jobs_by_queue", "status", "provider_id", "device_kind", "sequence"),
+    )
 
 
 class LeaseRow(Base):
@@ -102,27 +107,42 @@ class EventRow(Base):
     """Something that happened to a job. Ids grow in the order in which events become visible.
 
     Attributes:
-        message: the line of the log.
         step: the optimizer step, for kind `step`; a later attempt may tell of the same step again.
-        data: the numbers, for kinds `step`, `checkpoint` and `status`.
+        packed: the message and data of a step (`step_events.py`); what is not packed lies in `text` and `content`.
     """
 
     __tablename__ = "events"
 
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
-    job_uuid: Mapped[str] = mapped_column(ForeignKey("jobs.job_uuid", ondelete="CASCADE"))
+    # The number and not the id, which the row and both indexes would repeat at every step.
+    job_sequence: Mapped[int] = mapped_column(ForeignKey("jobs.sequence", ondelete="CASCADE"))
     at: Mapped[datetime] = mapped_column(UtcDateTime)
     kind: Mapped[str] = mapped_column(String(16))
     step: Mapped[int | None] = mapped_column(default=None)
-    message: Mapped[str] = mapped_column(Text)
-    data: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
+    text: Mapped[str] = mapped_column("message", Text, default="")
+    content: Mapped[dict[str, Any] | None] = mapped_column("data", JSON(none_as_null=True), default=None)
+    packed: Mapped[bytes | None] = mapped_column(LargeBinary, default=None)
 
     # AUTOINCREMENT, since SQLite would otherwise give the id of a deleted event to a new one.
     __table_args__ = (
-        Index("events_by_job", "job_uuid", "id"),
-        Index("events_by_step", "job_uuid", "step", "id"),
+        Index("events_by_job", "job_sequence", "id"),
+        Index("events_by_step", "job_sequence", "step", "id"),
         {"sqlite_autoincrement": True},
     )
+
+    @property
+    def message(self) -> str:
+        """The line of the log."""
+        return self.text if self._unpacked is None else self._unpacked[0]
+
+    @property
+    def data(self) -> dict[str, Any] | None:
+        """The numbers, for kinds `step`, `checkpoint` and `status`."""
+        return self.content if self._unpacked is None else self._unpacked[1]
+
+    @cached_property
+    def _unpacked(self) -> tuple[str, dict[str, Any]] | None:
+        return None if self.packed is None or self.step is None else unpack_step(self.step, self.packed)
 
 
 class CheckpointRow(Base):

@@ -7,11 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
-CHUNK_POSITIONS = 512
-"""Positions whose logits exist at one time: 512 x 49,152 x 4 bytes = 100 MB for a vocabulary of 49,152."""
+from post_training.training.kernels import Kernel, varying
+from post_training.training.model import TrainableModel
+
+Output = Callable[[Tensor], Tensor]
+
+CHUNK_POSITIONS = 256
+"""Positions whose logits exist at one time: 256 x 49,152 x 2 bytes = 25 MB in bf16, and as much for their gradient."""
 
 
 @dataclass
@@ -43,47 +47,104 @@ class LossSums:
 
 
 def loss_and_gradient(
-    output: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, weights: Tensor, weight_sum: float
+    model: TrainableModel, hidden: Tensor, targets: Tensor, weights: Tensor, weight_sum: float
 ) -> LossSums:
     """Back-propagate the step's loss, the output layer chunk by chunk.
 
     Each chunk's logits are made, differentiated and dropped before the next, so `[positions, vocabulary]` never exists
-    as a whole; their gradients meet in a detached copy of the hidden states, from which one backward pass goes on into
-    the network.
+    as a whole; their gradients meet in one tensor, from which a backward pass goes on into the network.
 
     Args:
-        output: hidden states [n, D] to logits [n, V].
         hidden: [N, D], supervised positions only, part of the graph.
         targets: [N] int64.
         weights: [N] float32.
         weight_sum: the sum of weights of the whole optimizer step, so that micro-batches add up to the step's mean.
     """
-    detached = hidden.detach().requires_grad_()
-    sums = LossSums()
-    for rows, target, weight in _chunks(detached, targets, weights):
-        logits = output(rows).float()
-        loss = (F.cross_entropy(logits, target, reduction="none") * weight).sum()
-        (loss / weight_sum).backward()
-        sums.add(_sums(loss, logits, target, weight))
-    hidden.backward(detached.grad)
+    head = model.head_weight()
+    if head is None:
+        sums, gradient = _by_autograd(model.output, hidden.detach(), targets, weights, weight_sum)
+    else:
+        compiled = model.computation.kernels == "compiled"
+        sums, gradient = _by_formula(head, compiled, hidden.detach(), targets, weights, weight_sum)
+    hidden.backward(gradient)
     return sums
 
 
+def _by_autograd(
+    output: Output, hidden: Tensor, targets: Tensor, weights: Tensor, weight_sum: float
+) -> tuple[LossSums, Tensor | None]:
+    hidden.requires_grad_()
+    sums = LossSums()
+    for rows, target, weight in _chunks(hidden, targets, weights):
+        logits = output(rows).float()
+        loss = (_cross_entropy(logits, target) * weight).sum()
+        (loss / weight_sum).backward()
+        sums.add(_sums(loss, logits, target, weight))
+    return sums, hidden.grad
+
+
 @torch.no_grad()
-def loss_only(output: Callable[[Tensor], Tensor], hidden: Tensor, targets: Tensor, weights: Tensor) -> LossSums:
+def _by_formula(
+    head: Tensor, compiled: bool, hidden: Tensor, targets: Tensor, weights: Tensor, weight_sum: float
+) -> tuple[LossSums, Tensor]:
+    """With z = h W^T and p = softmax(z), the gradient of a token's cross-entropy to h is (p - onehot(target)) W.
+
+    It is there as soon as the loss is, so logits are made once and nothing of them is kept (as in Liger Kernel's fused
+    linear cross-entropy, https://arxiv.org/abs/2410.10989).
+    """
+    kernel = softmax_parts.form(compiled)
+    gradient = torch.empty_like(hidden)
+    losses: list[Tensor] = []
+    for rows, target, share, out in _chunks(hidden, targets, weights / weight_sum, gradient):
+        logits = rows @ head.T
+        wanted = logits.gather(-1, target[:, None])
+        log_total, d_logits = kernel(logits, share)
+        loss = log_total - wanted.squeeze(-1).float()
+        # At the target it is p - 1 = e^-loss - 1: as a difference of rounded numbers little of it would be left.
+        d_logits.scatter_(-1, target[:, None], (torch.expm1(-loss) * share)[:, None].to(d_logits.dtype))
+        losses.append(loss)
+        torch.mm(d_logits, head, out=out)
+    weighted = torch.cat(losses).double() * weights
+    return LossSums(weighted.sum().item(), weights.double().sum().item(), targets.numel()), gradient
+
+
+@Kernel
+def softmax_parts(logits: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
+    """log sum exp of each position, [n] fp32, and softmax times `shares` [n], [n, V] in the logits' type."""
+    z = logits.float()
+    highest = z.amax(-1, keepdim=True)
+    e = torch.exp(z - highest)
+    total = e.sum(-1, keepdim=True)
+    return (highest + total.log()).squeeze(-1), (e * (shares[:, None] / total)).to(logits.dtype)
+
+
+@torch.no_grad()
+def compile_loss(head: Tensor) -> None:
+    """Compile `softmax_parts` for an output layer of weight [V, D], at a typical number of positions."""
+    logits = varying(head.new_zeros(CHUNK_POSITIONS, len(head)), 0)
+    softmax_parts.form(compiled=True)(logits, varying(torch.zeros(CHUNK_POSITIONS, device=head.device), 0))
+
+
+@torch.no_grad()
+def loss_only(output: Output, hidden: Tensor, targets: Tensor, weights: Tensor) -> LossSums:
     """The same sums without gradients. Shapes as in `loss_and_gradient`."""
     sums = LossSums()
     for rows, target, weight in _chunks(hidden, targets, weights):
         logits = output(rows).float()
-        loss = (F.cross_entropy(logits, target, reduction="none") * weight).sum()
+        loss = (_cross_entropy(logits, target) * weight).sum()
         sums.add(_sums(loss, logits, target, weight))
     return sums
 
 
-def _chunks(hidden: Tensor, targets: Tensor, weights: Tensor) -> zip[tuple[Tensor, Tensor, Tensor]]:
-    return zip(
-        hidden.split(CHUNK_POSITIONS), targets.split(CHUNK_POSITIONS), weights.split(CHUNK_POSITIONS), strict=True
-    )
+def _chunks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
+    """Pieces of equal size, as far as that goes, of at most `CHUNK_POSITIONS` rows."""
+    pieces = -(-len(tensors[0]) // CHUNK_POSITIONS)
+    return zip(*(tensor.tensor_split(pieces) for tensor in tensors), strict=True)
+
+
+def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Of each position, [n]. PyTorch's own adds a large vocabulary's exponentials up one by one, and loses 4e-6."""
+    return logits.logsumexp(-1) - logits.gather(-1, targets[:, None]).squeeze(-1)
 
 
 def _sums(loss: Tensor, logits: Tensor, targets: Tensor, weights: Tensor) -> LossSums:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 Dtype = Literal["bf16", "fp32"]
+KernelForm = Literal["compiled", "fused", "plain"]
 TORCH_DTYPES: dict[str, torch.dtype] = {"bf16": torch.bfloat16, "fp32": torch.float32}
 
 
@@ -47,6 +48,8 @@ class ModelConfig:
         base_dir: a Hugging Face model directory (config.json, *.safetensors, tokenizer.json).
         adapter_dir: a PEFT adapter directory to go on from, or None for fresh adapters (A random by `seed`, B zero).
         device: `cpu` or `cuda:<n>`.
+        kernels: how the model is computed. `plain`: by its library's own modules. `fused`: the same function in fewer
+            and larger operations. `compiled`: that, with the element-wise operations compiled, which takes time once.
     """
 
     base_dir: Path
@@ -56,6 +59,20 @@ class ModelConfig:
     device: str = "cpu"
     seed: int = 0
     activation_checkpointing: bool = False
+    kernels: KernelForm = "fused"
+
+
+@dataclass(frozen=True)
+class Computation:
+    """How a model is computed in fact.
+
+    Attributes:
+        kernels: the form; see `ModelConfig`.
+        remarks: what was asked for and is computed the plain way, with the reason.
+    """
+
+    kernels: KernelForm
+    remarks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -94,6 +111,16 @@ class TrainableModel(Protocol):
 
     def output(self, hidden: Tensor) -> Tensor:
         """Logits [N, V] of hidden states [N, D], in the hidden states' dtype or fp32."""
+        ...
+
+    @property
+    def computation(self) -> Computation: ...
+
+    def head_weight(self) -> Tensor | None:
+        """The weight [V, D] of the output layer where that is all it is and the model's form is not `plain`.
+
+        The loss is then computed together with its gradient, without autograd.
+        """
         ...
 
     def peft_adapter(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:

@@ -111,7 +111,8 @@ class Masters:
 def create_optimizer(settings: OptimSettings, masters: Masters) -> torch.optim.Optimizer:
     """adam and sgd have weight decay in their gradient (L2), adamw decoupled (https://arxiv.org/abs/1711.05101)."""
     parameters = list(masters.tensors.values())
-    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay}
+    # One loop over all numbers of a parameter, instead of ten.
+    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
     if settings.optimizer == "sgd":
         return torch.optim.SGD(parameters, **options, momentum=settings.momentum or 0.0)
     if settings.betas is not None:

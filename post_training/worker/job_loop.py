@@ -4,29 +4,30 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from apis.errors import DataInvalid, ModelNotFound, NonFiniteLoss, NothingTrained, PostgradError
+from apis.errors import NonFiniteLoss, NothingTrained, PostgradError
 from apis.post_training.models import JobStatus, PostTrainingMetric
 from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.layout import TRAINING_STATE
 from post_training.checkpoints.space import CheckpointSize, FreeBytes, check_start, estimate, free_bytes
 from post_training.checkpoints.state import load_training_state, masters_of, restore_rng, rng_tensors
 from post_training.data.batching import micro_batches
-from post_training.data.job_rows import JobRows, read_job_rows
+from post_training.data.job_rows import JobRows
 from post_training.data.planning import plan_epoch, validation_rows
 from post_training.data.preflight import TokenizedDataset
 from post_training.estimates import estimates
-from post_training.jobs.spec import JobSpec
 from post_training.training.interruption import Interrupted
 from post_training.training.trainer import StepResult, Trainer
 from post_training.worker import setup
+from post_training.worker.announcing import Announcer
 from post_training.worker.epochs import SaveTimer, stops_early
-from post_training.worker.keeping import discard_unannounced, release_room
+from post_training.worker.keeping import discard_unannounced, release_room, unproven
 from post_training.worker.lease import Lease
 from post_training.worker.progress import ProgressReport, describe_validation, finite, peak_bytes
 from post_training.worker.resume import Cursor, find_resume_point
@@ -39,11 +40,12 @@ MAX_SKIPPED_IN_A_ROW = 10
 
 
 def run_job(
-    lease: Lease, spec: JobSpec, home: Path, *, device: str | None = None, free: FreeBytes = free_bytes
+    lease: Lease, data: JobRows, home: Path, *, device: str | None = None, free: FreeBytes = free_bytes
 ) -> None:
     """Run the job to its end, from its newest checkpoint where it has one, and store it as completed.
 
     Args:
+        data: as `read_rows` read it.
         device: PyTorch's name of the one to run on; None: what an earlier attempt used, else what the spec says.
         free: bytes that are free on the file system of a path.
 
@@ -51,74 +53,45 @@ def run_job(
         Interrupted: the lease said stop. On a stop by the server the newest step was saved.
         PostgradError: why the job failed.
     """
-    JobLoop(lease, spec, home, device, free).run()
+    JobLoop(lease, data, home, device, free).run()
 
 
 class JobLoop:
-    def __init__(self, lease: Lease, spec: JobSpec, home: Path, device: str | None, free: FreeBytes) -> None:
+    def __init__(self, lease: Lease, data: JobRows, home: Path, device: str | None, free: FreeBytes) -> None:
         self._lease = lease
-        self._spec = spec
+        self._data = data
+        self._spec = data.spec
         self._home = home
         self._device = device
         self._free = free
         self._report = ProgressReport(lease)
         self._earlier = lease.store.get(lease.job_uuid)
         self._cursor = Cursor()
-        self._timer = SaveTimer(spec.training_config.save_every_n_steps)
+        self._timer = SaveTimer(self._spec.training_config.save_every_n_steps)
         self._rng: dict[str, Tensor] = {}
 
     def run(self) -> None:
         started = time.monotonic()
-        data = self._tokenize()
-        trainer = self._load(data.report)
-        saver = self._saver(trainer)
-        self._resume(trainer, saver)
-        try:
-            while self._cursor.epoch < self._spec.training_config.n_epochs and not self._stopped_early():
-                self._run_epoch(trainer, saver, data)
-        except Interrupted:
-            if self._lease.stop_reason == "stopped":
-                self._save_before_stop(trainer, saver)
-            raise
+        trainer = self._load(self._data.report)
+        with Announcer(self._lease, self._spec, self._home) as announcer:
+            self._train(trainer, self._saver(trainer, announcer))
         if self._report.progress.supervised_tokens_seen == 0:
             raise NothingTrained("no optimizer step was made: no step had a supervised token and a finite gradient")
         self._lease.update(message=f"trained {trainer.step} steps in {time.monotonic() - started:.1f} s")
         self._complete()
 
+    def _train(self, trainer: Trainer, saver: Saver) -> None:
+        self._resume(trainer, saver)
+        try:
+            while self._cursor.epoch < self._spec.n_epochs and not self._stopped_early():
+                self._run_epoch(trainer, saver)
+            saver.announcer.wait(self._report.progress)
+        except Interrupted:
+            if self._lease.stop_reason == "stopped":
+                self._save_before_stop(trainer, saver)
+            raise
+
     # -- before the first step -----------------------------------------------------------------------------------
-
-    def _tokenize(self) -> JobRows:
-        self._report.phase("tokenize")
-        self._check_model_files()
-        data = read_job_rows(self._spec, self._home)
-        self._report_rows(data)
-        return data
-
-    def _check_model_files(self) -> None:
-        """Raises ModelNotFound where a folder of the model is gone, most likely since the job was accepted."""
-        model = self._spec.model
-        for identifier, folder, file in (
-            (model.base_identifier, model.base_dir, "config.json"),
-            (model.identifier, model.adapter_dir, "adapter_config.json"),
-        ):
-            if folder is not None and not (Path(folder) / file).is_file():
-                raise ModelNotFound(
-                    f"the files of model {identifier!r} are gone ({file} is missing): import or train it again",
-                    param="model",
-                )
-
-    def _report_rows(self, data: JobRows) -> None:
-        """Store what was read. Raises DataInvalid where an earlier attempt of this job read something else."""
-        before = self._earlier.report or {}
-        for name in ("dataset", "validation_dataset"):
-            digest = data.report.get(name, {}).get("fingerprint")
-            if before.get(name, {}).get("fingerprint", digest) != digest:
-                raise DataInvalid(
-                    f"the rows of {name} have changed since the job began; submit it again under another id"
-                )
-        held_out = "" if data.validation is None else f", {len(data.validation.rows)} to validate"
-        message = f"tokenized {len(data.training.rows)} rows to train on{held_out}"
-        self._lease.update(report=data.report, message=message)
 
     def _load(self, report: dict[str, Any]) -> Trainer:
         self._report.phase("load_model")
@@ -128,17 +101,20 @@ class JobLoop:
         device = setup.choose_device(self._device or first.get("device", self._spec.worker.device))
         # What the first attempt ran with: another number of threads could change the last bit of a sum.
         threads = setup.set_threads(first.get("threads", self._spec.worker.threads))
-        model = setup.load_model(self._spec, device)
+        tokens = report["tokens_per_epoch"] * report["n_epochs"]
+        kernels = first.get("kernels") or setup.choose_kernels(self._spec, tokens)
+        model = setup.load_model(self._spec, device, kernels)
         total: int = report["total_steps"]
         optim = setup.optim_settings(config.optimizer_config, total, config.max_grad_norm)
         trainable = sum(parameter.numel() for parameter in model.adapter_parameters().values())
         self._report.progress.total_steps = total
         self._lease.update(
             progress=self._report.progress,
-            resources={"device": device, "threads": threads, "dtype": config.dtype or "bf16"},
+            resources={"device": device, "threads": threads, "dtype": config.dtype or "bf16", "kernels": kernels},
             report={
                 **estimates(self._lease.store.database, self._spec, report, device.partition(":")[0]),
                 "trainable_parameters": trainable,
+                "computation": asdict(model.computation),
             },
             message=f"loaded {self._spec.model.identifier}: {trainable:,} trainable parameters, {total} steps in all",
         )
@@ -154,11 +130,11 @@ class JobLoop:
         if state.is_dir():
             trainer.masters.load(masters_of(load_training_state(state)[0]))
 
-    def _saver(self, trainer: Trainer) -> Saver:
+    def _saver(self, trainer: Trainer, announcer: Announcer) -> Saver:
         tensors = trainer.masters.tensors.values()
         size = self._size(sum(tensor.numel() for tensor in tensors), len(tensors))
         self._check_space(size)
-        return Saver(self._lease, self._spec, self._home, size, self._free)
+        return Saver(self._lease, self._spec, self._home, size, announcer, self._free)
 
     def _size(self, parameters: int, tensors: int) -> CheckpointSize:
         worker, optimizer = self._spec.worker, self._spec.training_config.optimizer_config
@@ -181,13 +157,13 @@ class JobLoop:
         check_start(
             self._home,
             size,
-            after=max(0, config.n_epochs - after),
+            after=max(0, self._spec.n_epochs - after),
             inside=max(1, most_inside - (len(rows) - after)),
             free=self._free,
         )
 
     def _resume(self, trainer: Trainer, saver: Saver) -> None:
-        """Continue from the newest usable checkpoint; announce it where an earlier attempt did not come to that."""
+        """Continue from the newest usable checkpoint; announce what an earlier attempt did not come to announce."""
         torch.manual_seed(self._spec.seed)  # the first attempt's; a later one takes the checkpoint's states
         self._rng = rng_tensors()
         self._timer.restart()
@@ -203,13 +179,14 @@ class JobLoop:
         where = f"epoch {self._cursor.epoch}, {self._cursor.position} steps of it done"
         message = f"resumed from the checkpoint of step {trainer.step}: {where}"
         self._lease.update(progress=self._report.progress, message=message)
-        if found.checkpoint.metrics is not None and found.checkpoint.announced_at is None:
-            saver.announce(found.checkpoint, self._report.progress)
+        for row in unproven(self._lease.store.all_checkpoints(self._lease.job_uuid)):
+            saver.announcer.wait(self._report.progress)
+            saver.announce(row, self._report.progress, last=self._cursor.epoch >= self._spec.n_epochs)
 
     # -- an epoch ------------------------------------------------------------------------------------------------
 
-    def _run_epoch(self, trainer: Trainer, saver: Saver, data: JobRows) -> None:
-        cursor = self._cursor
+    def _run_epoch(self, trainer: Trainer, saver: Saver) -> None:
+        data, cursor = self._data, self._cursor
         self._report.progress.epoch = cursor.epoch
         self._report.phase("train")
         plan = plan_epoch(self._spec, data.training.rows, cursor.epoch)
@@ -217,6 +194,8 @@ class JobLoop:
             rows = [data.training.rows[index] for index in indices]
             result = trainer.train_step(list(micro_batches(rows, self._spec.worker.micro_batch_tokens)))
             self._finish_step(trainer, result)
+            saver.announcer.settle()
+            saver.announcer.expect(self._report.seconds_for(len(plan) - cursor.position))
             if cursor.position < len(plan) and self._timer.due(trainer.step):
                 self._save_inside(trainer, saver)
         if cursor.weight == 0.0:
@@ -228,8 +207,7 @@ class JobLoop:
 
     def _stopped_early(self) -> bool:
         """Told from the epochs' stored losses, so that a resumed job stops where an undisturbed one does."""
-        rows = self._lease.store.checkpoints(self._lease.job_uuid)
-        losses = [row.metrics.get("validation_loss") for row in rows if row.metrics is not None]
+        losses = self._validation_losses()
         patience = self._spec.training_config.early_stopping_patience
         if not stops_early(losses, patience):
             return False
@@ -238,6 +216,11 @@ class JobLoop:
             message=f"stopped early: the validation loss has not improved for {patience} epochs",
         )
         return True
+
+    def _validation_losses(self) -> list[float | None]:
+        """One for each epoch that has ended, whether or not its checkpoint is verified yet."""
+        rows = self._lease.store.all_checkpoints(self._lease.job_uuid)
+        return [row.metrics.get("validation_loss") for row in rows if row.metrics is not None]
 
     def _finish_step(self, trainer: Trainer, result: StepResult) -> None:
         self._cursor.advance(result)
@@ -264,10 +247,16 @@ class JobLoop:
         snapshot = Snapshot(
             trainer, metric.epoch, self._cursor.next_epoch(), self._report.progress, rng_tensors(), metric
         )
-        saver.save_epoch(snapshot)
+        saver.save_epoch(snapshot, last=self._is_last(metric))
         self._cursor, self._rng = snapshot.cursor, snapshot.rng
         self._timer.restart()
         self._lease.update(resources={"peak_memory_bytes": peak_bytes()})
+
+    def _is_last(self, metric: PostTrainingMetric) -> bool:
+        """Whether no epoch follows the one with this result, which is not stored yet."""
+        losses = [*self._validation_losses()[: metric.epoch], metric.validation_loss]
+        stops = stops_early(losses, self._spec.training_config.early_stopping_patience)
+        return stops or metric.epoch + 1 >= self._spec.n_epochs
 
     def _save_inside(self, trainer: Trainer, saver: Saver) -> None:
         self._report.phase("checkpoint")

@@ -3,13 +3,19 @@ which the next clean-up removes. No torch here."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from post_training.checkpoints.layout import checkpoints_root, clean_partial, remove_tree
 from post_training.checkpoints.retention import SavedCheckpoint, removable
 from post_training.checkpoints.space import release_reserve
+from post_training.jobs.tables import CheckpointRow
 from post_training.worker.lease import Lease
+
+
+def unproven(rows: Sequence[CheckpointRow]) -> list[CheckpointRow]:
+    """The checkpoints after an epoch that are not announced yet: at most one, unless processes died. In their order."""
+    return [row for row in rows if row.metrics is not None and row.announced_at is None]
 
 
 def release_room(lease: Lease, home: Path) -> None:

@@ -1,7 +1,8 @@
-"""The worker process: runs one attempt of one job and says how it ended.
+"""The worker process: runs attempts of jobs, one after another, and says how each ended.
 
-    POSTGRAD_DATABASE_URL=… POSTGRAD_JOB_OWNER=… python -m post_training.worker.main --home DIR --job ID
+    python -m post_training.worker.main --home DIR < orders
 
+Orders are those of `jobs/launchers/orders.py`; it waits for another one only after a job that ended in good order.
 It exits with 0 once the store knows the attempt's end, whatever that end was, and with 3 where its lease was over and
 it could say nothing more. Anything else is a death, which the scheduler records.
 """
@@ -12,7 +13,6 @@ import argparse
 import gc
 import logging
 import os
-import sys
 import traceback
 from pathlib import Path
 
@@ -21,12 +21,15 @@ from apis.post_training.models import JobError, JobStatus
 from post_training.checkpoints.layout import checkpoints_root, disk_full
 from post_training.checkpoints.space import FreeBytes, free_bytes, hold_reserve
 from post_training.jobs.database import Database
+from post_training.jobs.launchers.orders import Order
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.states import LeaseLost
 from post_training.jobs.store import JobStore
 from post_training.training.interruption import Interrupted
+from post_training.worker import warmth
 from post_training.worker.keeping import clean, discard_unannounced, release_room
 from post_training.worker.lease import Lease
+from post_training.worker.reading import read_rows
 
 logger = logging.getLogger(__name__)
 
@@ -34,30 +37,45 @@ LOST_EXIT_CODE = 3
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description="Run one attempt of one job.")
+    parser = argparse.ArgumentParser(description="Run attempts of jobs.")
     parser.add_argument("--home", type=Path, required=True)
-    parser.add_argument("--job", required=True)
-    arguments = parser.parse_args()
+    home: Path = parser.parse_args().home
     level = os.environ.get("LOG_LEVEL", "INFO").upper()
+    orders = warmth.Orders()
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(message)s")
-    database = Database(os.environ.pop("POSTGRAD_DATABASE_URL"))
-    owner = os.environ.pop("POSTGRAD_JOB_OWNER")
-    try:
-        with Lease(JobStore(database), arguments.job, owner) as lease:
-            attempt(lease, arguments.home, os.environ.get("POSTGRAD_DEVICE"))
-    except LeaseLost as error:
-        logger.warning("job %s is not this worker's any more (%s); nothing was written", arguments.job, error.message)
-        return LOST_EXIT_CODE
-    finally:
-        database.close()
+    order = orders.first()
+    while order is not None:
+        try:
+            fit = run(order, home)
+        except LeaseLost as error:
+            why = f"({error.message}); nothing was written"
+            logger.warning("job %s is not this worker's any more %s", order.job_uuid, why)
+            return LOST_EXIT_CODE
+        order = orders.next(order.warm_seconds) if fit else None
     return 0
 
 
-def attempt(lease: Lease, home: Path, device: str | None = None, free: FreeBytes = free_bytes) -> None:
+def run(order: Order, home: Path) -> bool:
+    """Run the attempt that was ordered. Returns whether this process is fit for another job; raises LeaseLost."""
+    warmth.begin_imports(order.model_module)
+    database = Database(order.database_url)
+    try:
+        with Lease(JobStore(database), order.job_uuid, order.owner) as lease:
+            fit = attempt(lease, home, order.device)
+            warmth.exit_on_sigterm()  # before the look: one that came meanwhile was meant for the whole worker
+            return fit and lease.stop_reason != "stopped"
+    finally:
+        database.close()
+
+
+def attempt(lease: Lease, home: Path, device: str | None = None, free: FreeBytes = free_bytes) -> bool:
     """Run the job and store the attempt's end.
 
     Args:
         device, free: see `run_job`.
+
+    Returns:
+        whether this process is as good as a new one after it: nothing happened that nobody foresaw.
 
     Raises:
         LeaseLost: the job is another's, or the store could not be reached while the lease held.
@@ -67,27 +85,32 @@ def attempt(lease: Lease, home: Path, device: str | None = None, free: FreeBytes
             clean(lease, home)
             hold_reserve(checkpoints_root(home, lease.job_uuid))
             _run(lease, home, device, free)
+            return True
         except (Interrupted, LeaseLost):
             raise
         except Exception as error:
             _fail(lease, home, error)
+            known = _known(error)
+            return known is not None and not isinstance(known, OutOfMemory)
     except Interrupted:
-        _store_interruption(lease, home)
+        return _store_interruption(lease, home)
 
 
 def _run(lease: Lease, home: Path, device: str | None, free: FreeBytes) -> None:
-    spec = _spec(lease)
-    # Only now: torch takes seconds to import, in which the lease must beat and a stop be heard.
+    data = read_rows(lease, _spec(lease), home)
+    # Only now: torch takes seconds to import, in which rows are read, the lease must beat and a stop be heard.
+    warmth.wait_for_imports()
     from post_training.worker.job_loop import run_job
 
-    run_job(lease, spec, home, device=device, free=free)
+    run_job(lease, data, home, device=device, free=free)
 
 
 def _spec(lease: Lease) -> JobSpec:
     return JobSpec.model_validate(lease.store.get(lease.job_uuid).spec)
 
 
-def _store_interruption(lease: Lease, home: Path) -> None:
+def _store_interruption(lease: Lease, home: Path) -> bool:
+    """As `attempt`."""
     if lease.stop_reason == "lost":
         raise LeaseLost("the lease is over")
     release_room(lease, home)
@@ -95,9 +118,10 @@ def _store_interruption(lease: Lease, home: Path) -> None:
     if lease.stop_reason == "cancelled":
         discard_unannounced(lease, home)
         lease.finish(JobStatus.cancelled, "cancelled while running")
-    else:
-        clean(lease, home)
-        lease.finish(JobStatus.scheduled, "the server stopped; the job waits for its next start")
+        return True
+    clean(lease, home)
+    lease.finish(JobStatus.scheduled, "the server stopped; the job waits for its next start")
+    return False
 
 
 def _fail(lease: Lease, home: Path, error: Exception) -> None:
@@ -127,7 +151,7 @@ def _rescue(lease: Lease, home: Path, error: Exception) -> None:
     traceback.clear_frames(error.__traceback__)
     gc.collect()
     try:
-        from post_training.worker.saving import rescue
+        from post_training.worker.announcing import rescue
 
         rescue(lease, _spec(lease), home)
     except (Interrupted, LeaseLost):
@@ -163,4 +187,7 @@ def _known(error: BaseException) -> PostgradError | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    # At once: nothing is left to be done, and a thread may still be importing.
+    logging.shutdown()
+    os._exit(code)

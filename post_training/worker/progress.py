@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from apis.post_training.models import JobProgress
+from post_training.jobs.step_events import step_line
 from post_training.training.interruption import Interrupted
 from post_training.training.trainer import StepResult, ValidationResult
 from post_training.worker.lease import Lease
@@ -46,8 +47,12 @@ class ProgressReport:
             progress.supervised_tokens_seen += result.supervised_tokens
         self._estimate(result)
         numbers = step_numbers(result, epoch) | memory_numbers(device)
-        message = describe_step(result, progress)
+        message = step_line(numbers, progress.total_steps)
         self._lease.update(progress=progress, message=message, step=result.step, data=numbers)
+
+    def seconds_for(self, steps: int) -> float:
+        """How long so many steps will take, by the newest ones."""
+        return steps * sum(s for s, _ in self._recent) / max(1, len(self._recent))
 
     def _estimate(self, result: StepResult) -> None:
         """Speed over the newest steps, so that a slow first one does not colour the whole run."""
@@ -100,17 +105,6 @@ def peak_bytes() -> int:
     """The most memory this process ever had."""
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
-
-def describe_step(result: StepResult, progress: JobProgress) -> str:
-    total = f"/{progress.total_steps}" if progress.total_steps else ""
-    if result.skipped:
-        why = "loss or gradient not finite" if result.supervised_tokens else "no supervised token"
-        return f"step {result.step}{total} skipped: {why}"
-    return (
-        f"step {result.step}{total} loss {result.loss:.4f} lr {result.lr:.3g} grad norm {result.grad_norm:.3g} "
-        f"{result.tokens / result.seconds:.0f} tokens/s"
-    )
 
 
 def describe_validation(epoch: int, result: ValidationResult) -> str:

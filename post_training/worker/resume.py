@@ -16,7 +16,7 @@ from post_training.checkpoints.layout import TRAINING_STATE, check_files
 from post_training.checkpoints.state import load_training_state
 from post_training.jobs.tables import CheckpointRow
 from post_training.training.trainer import StepResult
-from post_training.worker.keeping import discard
+from post_training.worker.keeping import discard, unproven
 from post_training.worker.lease import Lease
 
 logger = logging.getLogger(__name__)
@@ -80,19 +80,36 @@ def state_meta(cursor: Cursor, progress: JobProgress) -> dict[str, Any]:
 def find_resume_point(lease: Lease, home: Path) -> ResumePoint | None:
     """The newest recorded checkpoint whose files are what was written; None where the job starts from the beginning.
 
-    A damaged one is passed over with a line in the log and, unless it is announced, removed. Raises LeaseLost.
+    A damaged one is passed over with a line in the log and, unless it is announced, removed. One after an epoch that is
+    still to be announced takes all later ones with it, so that it is made again. Raises LeaseLost.
     """
+    _drop_what_cannot_be_announced(lease, home)
     for row in _newest_first(lease):
         directory = home / row.path
         try:
             check_files(directory)
             return ResumePoint(row, *load_training_state(directory / TRAINING_STATE))
         except ModelInvalid as error:
-            logger.warning("the checkpoint of step %d cannot be used: %s", row.step, error.message)
-            lease.update(message=f"passed over a damaged checkpoint: {error.message}")
+            _tell(lease, row, error)
         if row.announced_at is None:
             discard(lease, home, [row.step])
     return None
+
+
+def _drop_what_cannot_be_announced(lease: Lease, home: Path) -> None:
+    rows = lease.store.all_checkpoints(lease.job_uuid)
+    for row in unproven(rows):
+        try:
+            check_files(home / row.path)
+        except ModelInvalid as error:
+            _tell(lease, row, error)
+            discard(lease, home, [each.step for each in rows if each.step >= row.step and each.announced_at is None])
+            return
+
+
+def _tell(lease: Lease, row: CheckpointRow, error: ModelInvalid) -> None:
+    logger.warning("the checkpoint of step %d cannot be used: %s", row.step, error.message)
+    lease.update(message=f"passed over a damaged checkpoint: {error.message}")
 
 
 def _newest_first(lease: Lease) -> Sequence[CheckpointRow]:

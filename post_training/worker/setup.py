@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import math
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -11,11 +12,16 @@ import torch
 
 from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig, OptimizerConfig
+from post_training.catalog.model_files import tensor_headers
 from post_training.data.planning import warmup_steps
 from post_training.jobs.devices import usable_cores
 from post_training.jobs.spec import JobSpec
-from post_training.training.model import LoraSettings, ModelConfig, TrainableModel
+from post_training.training.model import KernelForm, LoraSettings, ModelConfig, TrainableModel
 from post_training.training.optim import OptimSettings
+
+WORTH_COMPILING = 2e13
+"""Floating-point operations of a job from which on compiled kernels win back the time it takes to compile them: that is
+10 to 20 s of two CPU cores once, and a third of the time of all steps, at 400 GFLOP/s."""
 
 LoadModel = Callable[[ModelConfig], TrainableModel]
 
@@ -50,7 +56,16 @@ def lora_settings(config: LoraFinetuningConfig) -> LoraSettings:
     )
 
 
-def load_model(spec: JobSpec, device: str) -> TrainableModel:
+def choose_kernels(spec: JobSpec, tokens: int) -> KernelForm:
+    """The form a job is computed in that is to read `tokens` tokens in all its epochs."""
+    if spec.worker.kernels != "auto":
+        return spec.worker.kernels
+    weights = sum(math.prod(header.shape) for header in tensor_headers(Path(spec.model.base_dir)).values())
+    # Forward 2 operations for each weight and token, backward through a frozen base 2 more.
+    return "compiled" if 4 * weights * tokens >= WORTH_COMPILING else "fused"
+
+
+def load_model(spec: JobSpec, device: str, kernels: KernelForm = "fused") -> TrainableModel:
     """Load the job's model through the module its provider named."""
     loader: LoadModel = importlib.import_module(spec.worker.model_module).load_model
     training = spec.training_config
@@ -63,11 +78,13 @@ def load_model(spec: JobSpec, device: str) -> TrainableModel:
             device=device,
             seed=spec.seed,
             activation_checkpointing=bool(training.efficiency_config.enable_activation_checkpointing),
+            kernels=kernels,
         )
     )
 
 
 def optim_settings(config: OptimizerConfig, total_steps: int, max_grad_norm: float | None) -> OptimSettings:
+    assert config.lr is not None  # no job is accepted without
     return OptimSettings(
         total_steps=total_steps,
         optimizer=config.optimizer_type.value,

@@ -25,9 +25,16 @@ class Adapters:
         self._peft: PeftModelForCausalLM | None = None
         self._names: OrderedDict[object, str] = OrderedDict()
         self._loads = 0
+        self.active: str | None = None
+        """PEFT's name of the adapter that is on; names are not used twice."""
 
     def __len__(self) -> int:
         return len(self._names)
+
+    @property
+    def names(self) -> set[str]:
+        """PEFT's names of the adapters held."""
+        return set(self._names.values())
 
     def switch_to(self, folder: Path, key: object, identifier: str) -> None:
         """Turn on the adapter in `folder`, loading it where `key` is new; the least recently used makes room.
@@ -39,7 +46,8 @@ class Adapters:
             self._names[key] = self._load(folder, identifier)
         self._names.move_to_end(key)
         assert self._peft is not None
-        self._peft.set_adapter(self._names[key], inference_mode=True)
+        self.active = self._names[key]
+        self._peft.set_adapter(self.active, inference_mode=True)
         while len(self._names) > self._limit:
             self._peft.delete_adapter(self._names.popitem(last=False)[1])
 
@@ -49,8 +57,12 @@ class Adapters:
         if self._peft is None:
             yield
             return
-        with self._peft.disable_adapter():
-            yield
+        before, self.active = self.active, None
+        try:
+            with self._peft.disable_adapter():
+                yield
+        finally:
+            self.active = before
 
     def _load(self, folder: Path, identifier: str) -> str:
         config = _read_config(folder, identifier)

@@ -45,7 +45,7 @@ class Engine:
         with self._loaded(request.model) as loaded:
             prompt = _prompt_tokens(loaded.tokenizer, request)
             yield from stream_text(
-                generate_tokens(loaded.model, prompt, Sampler(request.sampling), cancelled),
+                generate_tokens(loaded.model, prompt, Sampler(request.sampling), cancelled, loaded.decoder()),
                 decode=loaded.tokenizer.decode,
                 stop_ids=loaded.tokenizer.stop_ids,
                 stops=StopStrings(request.sampling.stop),

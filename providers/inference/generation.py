@@ -10,11 +10,13 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from apis.errors import ModelInvalid
+from providers.inference.row_decoder import RowDecoder
 from providers.inference.wire import Done, Sampling
 
 PREFILL_CHUNK = 2048
 REPLACEMENT = "\ufffd"
 Decode = Callable[[list[int]], str]
+Read = Callable[[list[int]], Tensor]
 
 
 class Sampler:
@@ -59,22 +61,44 @@ class Sampler:
 
 
 def generate_tokens(
-    model: PreTrainedModel, prompt: list[int], choose: Callable[[Tensor], int], cancelled: Callable[[], bool]
+    model: PreTrainedModel,
+    prompt: list[int],
+    choose: Callable[[Tensor], int],
+    cancelled: Callable[[], bool],
+    decoder: RowDecoder | None = None,
 ) -> Iterator[int]:
-    """Tokens after `prompt`, without end until `cancelled`. A long prompt is read in chunks."""
-    # Where a model can, it computes the logits of the last position only.
-    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-    cache, unread = None, prompt
+    """Tokens after `prompt`, without end until `cancelled`.
+
+    `model` reads the prompt, in chunks where it is long, and then each token, unless there is a `decoder` of it.
+    """
+    read, unread = _reader(model, decoder), prompt
     while not cancelled():
         with torch.inference_mode():
             chunk, unread = unread[:PREFILL_CHUNK], unread[PREFILL_CHUNK:]
-            ids = torch.tensor([chunk], device=model.device)
-            result = model(input_ids=ids, cache=cache, use_cache=True, **options)
-            cache = result.cache
+            logits = read(chunk)
         if not unread:
-            token = choose(result.logits[0, -1])
+            token = choose(logits)
             yield token
             unread = [token]
+
+
+def _reader(model: PreTrainedModel, decoder: RowDecoder | None) -> Read:
+    """Reads tokens that follow those it has read and gives the logits [V] of what follows the last."""
+    # Where a model can, it computes the logits of the last position only.
+    options = {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+    cache, rows = None, None
+
+    def read(tokens: list[int]) -> Tensor:
+        nonlocal cache, rows
+        if decoder is not None and cache is not None and len(tokens) == 1:
+            if rows is None:
+                rows = decoder.take_over(cache)
+            return decoder.step(tokens[0], rows)
+        result = model(input_ids=torch.tensor([tokens], device=model.device), cache=cache, use_cache=True, **options)
+        cache = result.cache
+        return result.logits[0, -1]
+
+    return read
 
 
 class Detokenizer:

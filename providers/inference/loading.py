@@ -14,6 +14,7 @@ from transformers.utils import logging as transformers_logging
 from apis.errors import ModelInvalid
 from post_training.data.chat import ChatTokenizer
 from providers.inference.adapters import Adapters
+from providers.inference.row_decoder import RowDecoder, share_projections
 from providers.inference.wire import ModelFiles
 
 Stamp = tuple[object, ...]
@@ -40,7 +41,9 @@ class LoadedModel:
         """
         self.tokenizer = ChatTokenizer.from_dir(files.weights_dir)
         self.model = _load_base(files, device, dtype)
+        share_projections(self.model)
         self._adapters = Adapters(self.model, max_adapters)
+        self._decoders: dict[str | None, RowDecoder | None] = {}
 
     @property
     def context(self) -> int | None:
@@ -57,6 +60,14 @@ class LoadedModel:
             self._adapters.switch_to(files.adapter_dir, stamp(files.adapter_dir), files.identifier)
             return nullcontext()
         return self._adapters.off()
+
+    def decoder(self) -> RowDecoder | None:
+        """What computes a token after the prompt with what is active now; None: nothing is faster than `model`."""
+        active = self._adapters.active
+        self._decoders = {name: made for name, made in self._decoders.items() if name in {None, *self._adapters.names}}
+        if active not in self._decoders:
+            self._decoders[active] = RowDecoder.of(self.model)
+        return self._decoders[active]
 
 
 def _load_base(files: ModelFiles, device: torch.device, dtype: torch.dtype) -> PreTrainedModel:

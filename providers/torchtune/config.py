@@ -24,6 +24,8 @@ class TorchtunePostTrainingConfig(BaseModel):
         device: the kind of device that jobs ask for where the request does not say; `auto`: any of the stack's.
         threads: CPU threads of a worker; null: $OMP_NUM_THREADS, else the usable cores divided by the stack's devices.
         micro_batch_tokens: most tokens in one forward pass; more memory for larger values, never another result.
+        kernels: `plain` computes by torchtune's own modules; `fused` the same function in fewer, larger operations;
+            `compiled` that, with element-wise operations compiled; `auto`: `compiled` for jobs that gain by it.
         model_roots: folders that a request's `checkpoint_dir` may point into; null: the state folder's `models`.
     """
 
@@ -37,6 +39,7 @@ class TorchtunePostTrainingConfig(BaseModel):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     threads: int | None = Field(default=None, ge=1)
     micro_batch_tokens: int = Field(default=4096, ge=16)
+    kernels: Literal["auto", "compiled", "fused", "plain"] = "auto"
     model_roots: list[str] | None = None
 
     @model_validator(mode="before")

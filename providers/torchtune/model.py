@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from post_training.training.model import TORCH_DTYPES, LoraSettings, ModelConfig, Segments
+from post_training.training.kernels import can_compile
+from post_training.training.model import TORCH_DTYPES, Computation, LoraSettings, ModelConfig, Segments
 from providers.torchtune import shim
 from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter, module_names
 from providers.torchtune.adapters import DoRALinear, add_adapters, fresh_adapter, is_adapter, quantize_base
@@ -17,6 +18,7 @@ from providers.torchtune.architecture import Architecture
 from providers.torchtune.attention import segment_attention
 from providers.torchtune.convert import load_base
 from providers.torchtune.families import check_max_seq_len, describe
+from providers.torchtune.fused import FusedDecoder
 from providers.torchtune.lora_options import check_shape
 from providers.torchtune.peft_export import from_peft, to_peft
 
@@ -36,19 +38,22 @@ def load_model(config: ModelConfig) -> TorchtuneModel:
         check_adapter(config.adapter_dir, architecture, shape)
     module = _build(architecture, shape)
     _fill(module, architecture, shape, config)
-    return TorchtuneModel(module, architecture, shape, config.activation_checkpointing)
+    return TorchtuneModel(module, architecture, shape, config)
 
 
 class TorchtuneModel:
     """The TrainableModel of this provider."""
 
     def __init__(
-        self, module: shim.TransformerDecoder, architecture: Architecture, shape: AdapterShape, checkpointing: bool
+        self, module: shim.TransformerDecoder, architecture: Architecture, shape: AdapterShape, config: ModelConfig
     ) -> None:
         self._module = module
         self._architecture = architecture
         self._shape = shape
-        self._checkpointing = checkpointing
+        self._checkpointing = config.activation_checkpointing
+        self._computation = _computation(config)
+        form = self._computation.kernels
+        self._fused = None if form == "plain" else FusedDecoder(module, architecture, form == "compiled")
 
     @property
     def device(self) -> torch.device:
@@ -72,6 +77,8 @@ class TorchtuneModel:
             InvalidField, UnsupportedModel: a segment is longer than the model computes rightly.
         """
         check_max_seq_len(self._architecture, max(segments.lengths))
+        if self._fused is not None:
+            return self._fused.hidden_states(segments, self._checkpointing, self._shape.dropout > 0)
         hidden = self._module.tok_embeddings(segments.tokens[None])
         positions = segments.positions[None]
         for layer in self._module.layers:
@@ -87,6 +94,17 @@ class TorchtuneModel:
         """Logits [N, V] of hidden states [N, D], in the hidden states' dtype."""
         return self._module.output(hidden)
 
+    @property
+    def computation(self) -> Computation:
+        return self._computation
+
+    def head_weight(self) -> Tensor | None:
+        """The weight [V, D] of an output layer without adapter, unless the form is `plain`."""
+        if self._fused is None or isinstance(self._module.output, shim.LoRALinear):
+            return None
+        head: Any = self._module.tok_embeddings if self._architecture.tied else self._module.output
+        return head.weight
+
     def peft_adapter(self, parameters: dict[str, Tensor]) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Copies of `parameters` under PEFT's names, and `adapter_config.json` with an empty base model name.
 
@@ -94,6 +112,25 @@ class TorchtuneModel:
         """
         tensors = to_peft(parameters, self._architecture, self._shape)
         return tensors, adapter_config(self._architecture, self._shape)
+
+
+def _computation(config: ModelConfig) -> Computation:
+    form, remarks = config.kernels, []
+    if form == "plain":
+        return Computation("plain")
+    if form == "compiled" and (reason := can_compile()) is not None:
+        form = "fused"
+        remarks.append(f"element-wise operations are not compiled: {reason}")
+    if config.lora.dora:
+        remarks.append("adapted layers run by themselves, not joined: use_dora")
+    if config.lora.quantized_base:
+        remarks.append("linear layers run by themselves, not joined: quantize_base")
+    return Computation(form, tuple(remarks))
+
+
+def _joins(config: ModelConfig) -> bool:
+    """Whether adapters live in joined products, which take fp32 parameters."""
+    return config.kernels != "plain" and not config.lora.dora and not config.lora.quantized_base
 
 
 def _shape(lora: LoraSettings) -> AdapterShape:
@@ -168,7 +205,8 @@ def _fill(
     else:
         adapter = from_peft(config.adapter_dir, sizes, architecture, shape)
     for name, tensor in adapter.items():
-        kept = torch.float32 if name.endswith(".magnitude") else dtype
+        is_joined = _joins(config) and name.startswith("layers.")
+        kept = torch.float32 if is_joined or name.endswith(".magnitude") else dtype
         # Adapters are written to, so they get memory of their own, never a mapped file's.
         tensors[name] = tensor.to(kept, copy=True).contiguous()
     on_device = {name: tensor.to(config.device) for name, tensor in tensors.items()}

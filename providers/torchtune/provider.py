@@ -7,6 +7,7 @@ from pathlib import Path
 from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig, SupervisedFineTuneRequest, TrainingConfig
 from post_training.catalog.models import ResolvedModel
+from post_training.defaults import default_lr
 from post_training.jobs.spec import WorkerSettings
 from post_training.service import JobService, ProviderProfile
 from providers.spec import ProviderDeps
@@ -34,11 +35,13 @@ async def get_provider_impl(config: TorchtunePostTrainingConfig, deps: ProviderD
     profile = ProviderProfile(
         provider_id=deps.provider_id,
         check=check_request,
+        default_lr=lora_lr,
         worker=WorkerSettings(
             model_module=MODEL_MODULE,
             device=config.device,
             threads=config.threads,
             micro_batch_tokens=config.micro_batch_tokens,
+            kernels=config.kernels,
             export=config.forms,
             merged_dtype=config.merged_dtype,
             default_max_seq_len=DEFAULT_MAX_SEQ_LEN,
@@ -70,6 +73,11 @@ def check_request(request: SupervisedFineTuneRequest, model: ResolvedModel) -> L
     if model.adapter_dir is not None:
         check_adapter(model.adapter_dir, architecture, AdapterShape.of_request(algorithm))
     return algorithm
+
+
+def lora_lr(model: ResolvedModel) -> float:
+    """The learning rate for a model, by its width. Raises UnsupportedModel, ModelInvalid."""
+    return default_lr(describe(model.base_dir).embed_dim)
 
 
 def _algorithm(

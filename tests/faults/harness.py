@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import time
 from collections.abc import Callable
@@ -15,6 +14,7 @@ from apis.post_training.models import PostTrainingJobStatusResponse
 from post_training.catalog.importing import import_model
 from post_training.client import StackClient
 from post_training.jobs.database import Database
+from post_training.jobs.leases import Leases
 from post_training.jobs.store import JobStore
 
 LONG = bool(os.environ.get("POSTGRAD_LONG_FAULTS"))
@@ -52,14 +52,12 @@ def request(job_uuid: str, **training: Any) -> dict[str, Any]:
     return {"job_uuid": job_uuid, "model": MODEL, "training_config": config, "algorithm_config": algorithm}
 
 
-def worker_pid(job_uuid: str) -> int | None:
-    """The process that runs the job now, None where there is none."""
-    for folder in Path("/proc").glob("[0-9]*"):
-        with contextlib.suppress(OSError):
-            command = (folder / "cmdline").read_text().split("\0")
-            if "post_training.worker.main" in command and job_uuid in command:
-                return int(folder.name)
-    return None
+def worker_pid(home: Path, job_uuid: str) -> int | None:
+    """The process that runs the job now, None where there is none or it has not said so yet."""
+    store = open_store(home)
+    held = {lease.job_uuid: lease for lease in Leases(store.database).held()}
+    store.database.close()
+    return held[job_uuid].pid if job_uuid in held else None
 
 
 def until(reached: Callable[[], Any], seconds: float = 60, every: float = 0.02) -> Any:

@@ -26,6 +26,7 @@ from post_training.data.job_rows import tokenize
 from post_training.training.optim import OptimSettings
 from post_training.training.trainer import Trainer
 from post_training.worker import setup
+from post_training.worker.announcing import Announcer
 from post_training.worker.keeping import clean
 from post_training.worker.lease import Lease
 from post_training.worker.resume import Cursor
@@ -47,7 +48,8 @@ class OneSave:
         self._lease = Lease(self.bench.store, claim.job_uuid, claim.owner)
         data = tokenize(self._spec, self._spec.dataset).rows
         self._trainer = Trainer(setup.load_model(self._spec, "cpu"), OptimSettings(3, lr=1e-2))
-        self._saver = Saver(self._lease, self._spec, home, CheckpointSize(0, 0), lambda _: 0)
+        announcer = Announcer(self._lease, self._spec, home)
+        self._saver = Saver(self._lease, self._spec, home, CheckpointSize(0, 0), announcer, lambda _: 0)
         self._merged = merged
         self._trainer.train_step([flatten(data)])
         self._saver.save_inside(self._snapshot())

@@ -20,9 +20,9 @@ from transformers import AutoModelForCausalLM
 
 from apis.post_training.models import JobStatus
 from post_training.jobs.launchers.local import LocalLauncher
-from post_training.worker import saving
+from post_training.worker import announcing
 from tests.faults.one_save import OneSave
-from tests.job_bench import Bench, Outcome, rows, verify_here
+from tests.job_bench import Bench, Outcome, VerifierHere, rows
 from tests.tiny_llama import save_tiny_llama
 
 # PEFT reads an attribute that transformers has renamed.
@@ -129,7 +129,7 @@ def check_failed(bench: Bench, base: Path, job_uuid: str) -> Outcome:
 def test_a_job_that_finds_no_room_for_its_next_checkpoint_fails_and_keeps_the_earlier_ones(
     small_disk: Path, base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(saving, "verify_checkpoint", verify_here)
+    monkeypatch.setattr(announcing, "Verifier", VerifierHere)
     bench = Bench(small_disk / "home", base)
     bench.submit("filled", rows(12), save_every_n_steps=4, optimizer_config={"lr": 1e-2})
 

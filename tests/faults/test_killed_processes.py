@@ -39,7 +39,7 @@ def test_every_submit_that_was_answered_is_there_after_a_kill(tmp_path: Path, ti
     with served(home) as (url, process), StackClient(url) as client:
         register_rows(client, 1000)
         client.post_training.supervised_fine_tune(**request("busy", n_epochs=1000))
-        pid = until(lambda: worker_pid("busy"))
+        pid = until(lambda: worker_pid(home, "busy"))
         process.kill()
     for number in range(count):
         with served(home) as (url, process), StackClient(url) as client:
@@ -50,7 +50,7 @@ def test_every_submit_that_was_answered_is_there_after_a_kill(tmp_path: Path, ti
         jobs = client.post_training.jobs()
         assert [job.job_uuid for job in jobs] == ["busy", *(f"job-{number}" for number in range(count))]
         assert [job.status for job in jobs] == [JobStatus.in_progress] + [JobStatus.scheduled] * count
-        assert worker_pid("busy") == pid, "it went on through every kill"
+        assert worker_pid(home, "busy") == pid, "it went on through every kill"
         assert client.post_training.status("busy").attempt == 1
         client.post_training.cancel("busy")
         assert wait(client, "busy", 20).status is JobStatus.cancelled
@@ -67,9 +67,9 @@ def test_a_job_whose_worker_is_killed_at_a_random_moment_ends_once_with_the_byte
         for number in range(repeated(3, 20)):
             name = f"killed-{number}"
             client.post_training.supervised_fine_tune(**request(name))
-            pid = until(lambda name=name: worker_pid(name))
+            pid = until(lambda name=name: worker_pid(home, name))
             time.sleep(draw.uniform(0, 0.9 * calm.seconds))
-            if worker_pid(name) == pid:
+            if worker_pid(home, name) == pid:
                 os.kill(pid, signal.SIGKILL)
             assert wait(client, name).status is JobStatus.completed
             attempts.append(assert_ended_once(home, name))
@@ -86,10 +86,10 @@ def test_a_job_killed_again_and_again_goes_on_from_checkpoint_to_checkpoint(tmp_
         register_rows(client)
         client.post_training.supervised_fine_tune(**request("hunted", max_attempts=25))
         for _ in range(kills):
-            pid = until(lambda: worker_pid("hunted"))
+            pid = until(lambda: worker_pid(home, "hunted"))
             time.sleep(draw.uniform(0, 0.35 * calm.seconds))
             os.kill(pid, signal.SIGKILL)
-            until(lambda pid=pid: worker_pid("hunted") != pid)
+            until(lambda pid=pid: worker_pid(home, "hunted") != pid)
         assert wait(client, "hunted").status is JobStatus.completed
     assert assert_ended_once(home, "hunted") == kills + 1
     assert_equal_results(result(home, "hunted"), calm.result)

@@ -92,13 +92,13 @@ def test_a_stopped_worker_of_a_running_server_is_replaced_and_the_bytes_are_the_
         client.post_training.supervised_fine_tune(**request("stopped"))
         status = lambda: client.post_training.status("stopped").progress  # noqa: E731
         until(lambda: (seen := status()) and seen.step > 5, every=0.01)
-        pid = worker_pid("stopped")
+        pid = worker_pid(home, "stopped")
         assert pid is not None
         os.kill(pid, signal.SIGSTOP)
         start = time.monotonic()
         until(lambda: client.post_training.status("stopped").attempt == 2, seconds=30)
         assert time.monotonic() - start < 17, "noticed within three heartbeats"
-        assert worker_pid("stopped") != pid
+        assert worker_pid(home, "stopped") != pid
         assert wait(client, "stopped").status is JobStatus.completed
     assert assert_ended_once(home, "stopped") == 2
     assert_equal_results(result(home, "stopped"), calm.result)
