@@ -9,9 +9,9 @@ does (https://arxiv.org/abs/2205.14135).
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, cast
 
 import torch
@@ -30,16 +30,26 @@ KEPT_KEYS = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Queries `rows`, of all heads of a group, that see `keys`; `kept`: their shares are kept for the backward pass."""
+    """Queries of tokens `start` to `stop`; `kept`: their shares are kept for the backward pass."""
 
-    rows: slice
-    keys: slice
-    queries: int
+    start: int
+    stop: int
     kept: bool
 
-    @property
-    def width(self) -> int:
-        return self.keys.stop - self.keys.start
+
+@dataclass(frozen=True)
+class Segment:
+    """Tokens `start` to `stop`, whose queries are computed in blocks of about one size."""
+
+    start: int
+    stop: int
+    blocks: tuple[Block, ...]
+
+    @classmethod
+    def of(cls, start: int, length: int) -> Segment:
+        count = -(-length // QUERY_BLOCK)
+        edges = pairwise(start + length * index // count for index in range(count + 1))
+        return cls(start, start + length, tuple(Block(a, b, kept=b - start <= KEPT_KEYS) for a, b in edges))
 
 
 @dataclass(frozen=True)
@@ -49,46 +59,51 @@ class Layout:
     Attributes:
         at: [T] fp32, each token's position.
         cos, sin: [T, dim / 2] fp32, of that position.
-        order: [T G] int64; see `split_heads`. Queries of one block lie together, by head, then by token.
-        inverse: [T, G] int64, where in that order a token's query heads are.
+        order, inverse: of queries, [T K G] and [T, K G] int64; see `split_heads`. The rows of a block lie together, by
+            head, then by token.
+        key_order, key_inverse: of keys and values, [T K] and [T, K]. The rows of a segment lie together.
     """
 
+    segments: tuple[Segment, ...]
     at: Tensor
     cos: Tensor
     sin: Tensor
     order: Tensor
     inverse: Tensor
-    blocks: tuple[Block, ...]
+    key_order: Tensor
+    key_inverse: Tensor
     heads: Heads
 
     @classmethod
-    def of(cls, segments: Segments, cos: Tensor, sin: Tensor, heads: Heads) -> Layout:
+    def of(cls, batch: Segments, cos: Tensor, sin: Tensor, heads: Heads) -> Layout:
         """`cos` and `sin` by position, [context, dim / 2]."""
-        device, group = segments.tokens.device, heads.group
-        blocks: list[Block] = []
-        orders: list[Tensor] = []
-        for first, start, stop in _query_blocks(segments.lengths):
-            tokens = torch.arange(start, stop)
-            orders.append((tokens[None] * group + torch.arange(group)[:, None]).flatten())
-            rows, keys = slice(start * group, stop * group), slice(first, stop)
-            blocks.append(Block(rows, keys, stop - start, kept=stop - first <= KEPT_KEYS))
-        order = torch.cat(orders)
-        inverse = torch.empty_like(order)
-        inverse[order] = torch.arange(len(order))
-        at = segments.positions
-        inverse = inverse.view(-1, group)
-        return cls(at.float(), cos[at], sin[at], order.to(device), inverse.to(device), tuple(blocks), heads)
+        starts = accumulate(batch.lengths, initial=0)
+        segments = tuple(Segment.of(start, length) for start, length in zip(starts, batch.lengths, strict=False))
+        blocks = [(block.start, block.stop) for segment in segments for block in segment.blocks]
+        spans = [(segment.start, segment.stop) for segment in segments]
+        at = batch.positions
+        order, inverse = (each.to(at.device) for each in _orders(blocks, heads.query))
+        key_order, key_inverse = (each.to(at.device) for each in _orders(spans, heads.kv))
+        return cls(segments, at.float(), cos[at], sin[at], order, inverse, key_order, key_inverse, heads)
+
+    def queries(self, rows: Tensor, block: Block) -> Tensor:
+        """A block's rows of [T K G, dim], as [K, G M, dim]: a view."""
+        heads = self.heads
+        return rows[block.start * heads.query : block.stop * heads.query].view(heads.kv, -1, heads.dim)
+
+    def keys(self, rows: Tensor, segment: Segment) -> Tensor:
+        """A segment's rows of [T K, dim], as [K, L, dim]: a view."""
+        kv = self.heads.kv
+        return rows[segment.start * kv : segment.stop * kv].view(kv, -1, self.heads.dim)
 
 
-def _query_blocks(lengths: tuple[int, ...]) -> Iterator[tuple[int, int, int]]:
-    """(start of the segment, start, stop) of each block of queries; those of one segment are of about one size."""
-    first = 0
-    for length in lengths:
-        count = -(-length // QUERY_BLOCK)
-        edges = [first + length * index // count for index in range(count + 1)]
-        for start, stop in pairwise(edges):
-            yield first, start, stop
-        first += length
+def _orders(ranges: Sequence[tuple[int, int]], heads: int) -> tuple[Tensor, Tensor]:
+    """(token, head) as token * heads + head, range by range, by head, then by token; and where each of them is."""
+    head = torch.arange(heads)[:, None]
+    order = torch.cat([(torch.arange(start, stop)[None] * heads + head).flatten() for start, stop in ranges])
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.arange(len(order))
+    return order, inverse.view(-1, heads)
 
 
 def segment_attention(qkv: Tensor, layout: Layout, kernels: Kernels) -> Tensor:
@@ -99,39 +114,67 @@ def segment_attention(qkv: Tensor, layout: Layout, kernels: Kernels) -> Tensor:
 class _SegmentAttention(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, qkv: Tensor, layout: Layout, kernels: Kernels) -> Tensor:
-        q, k, v = kernels.split_heads(qkv, layout.cos, layout.sin, layout.order, layout.heads)
+        q, k, v = kernels.split_heads(qkv, layout.cos, layout.sin, layout.order, layout.key_order, layout.heads)
         out = torch.empty_like(q)
         kept: list[Tensor] = []
-        for block in layout.blocks:
-            shares = _shares(q, k, block, layout, kernels)
-            out[:, block.rows] = torch.bmm(shares, v[:, block.keys])
-            if block.kept:
-                kept.append(shares)
+        for segment in layout.segments:
+            keys, values = layout.keys(k, segment), layout.keys(v, segment)
+            for block in segment.blocks:
+                seen = block.stop - segment.start
+                shares = _shares(q, keys[:, :seen], block, layout, kernels)
+                torch.bmm(shares, values[:, :seen], out=layout.queries(out, block))
+                if block.kept:
+                    kept.append(shares)
         ctx.layout, ctx.kernels = layout, kernels
         ctx.save_for_backward(q, k, v, *kept)
-        return kernels.ungroup(out, layout.inverse, layout.heads)
+        return kernels.scatter_heads(out, layout.inverse)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None]:
         layout: Layout = ctx.layout
         kernels: Kernels = ctx.kernels
         q, k, v, *kept = ctx.saved_tensors
-        d_out = kernels.regroup(gradients[0], layout.order, layout.heads)
-        d_q = torch.empty_like(q)
-        # Blocks of one segment add to the same keys: in fp32, or bf16 would lose what many blocks add.
-        d_k, d_v = (torch.zeros(k.shape, dtype=torch.float32, device=k.device) for _ in range(2))
+        d_out = kernels.gather_heads(gradients[0], layout.order, layout.heads)
+        d_q, d_k, d_v = (torch.empty_like(each) for each in (q, k, v))
         stored = iter(kept)
-        for block in layout.blocks:
-            shares = next(stored) if block.kept else _shares(q, k, block, layout, kernels)
-            d = d_out[:, block.rows]
-            d_v[:, block.keys] += torch.bmm(shares.transpose(1, 2), d)
-            d_shares = torch.bmm(d, v[:, block.keys].transpose(1, 2))
-            by_head = (layout.heads.query, block.queries, block.width)
-            d_scores = kernels.softmax_backward(d_shares.view(by_head), shares.view(by_head), _scale(layout.heads))
-            d_scores = d_scores.view(shares.shape)
-            d_q[:, block.rows] = torch.bmm(d_scores, k[:, block.keys])
-            d_k[:, block.keys] += torch.bmm(d_scores.transpose(1, 2), q[:, block.rows])
-        return kernels.merge_heads(d_q, d_k, d_v, layout.cos, layout.sin, layout.inverse, layout.heads), None, None
+        for segment in layout.segments:
+            keys, values = layout.keys(k, segment), layout.keys(v, segment)
+            d_keys, d_values = _Sum(layout.keys(d_k, segment), segment), _Sum(layout.keys(d_v, segment), segment)
+            for block in segment.blocks:
+                seen = block.stop - segment.start
+                shares = next(stored) if block.kept else _shares(q, keys[:, :seen], block, layout, kernels)
+                d = layout.queries(d_out, block)
+                d_values.add(shares.transpose(1, 2), d)
+                d_shares = torch.bmm(d, values[:, :seen].transpose(1, 2))
+                d_scores = kernels.softmax_backward(d_shares, shares, _scale(layout.heads))
+                torch.bmm(d_scores, keys[:, :seen], out=layout.queries(d_q, block))
+                d_keys.add(d_scores.transpose(1, 2), layout.queries(q, block))
+            d_keys.store()
+            d_values.store()
+        orders = (layout.inverse, layout.key_inverse)
+        return kernels.merge_heads(d_q, d_k, d_v, layout.cos, layout.sin, *orders, layout.heads), None, None
+
+
+class _Sum:
+    """What the blocks of a segment add to the gradients of its keys or values, `out` [K, L, dim].
+
+    One block writes there itself; what several add is summed in fp32, or bf16 would lose some of it.
+    """
+
+    def __init__(self, out: Tensor, segment: Segment) -> None:
+        self._out = out
+        self._sum = None if len(segment.blocks) == 1 else torch.zeros_like(out, dtype=torch.float32)
+
+    def add(self, left: Tensor, right: Tensor) -> None:
+        """left @ right, [K, N, dim], to the first N keys."""
+        if self._sum is None:
+            torch.bmm(left, right, out=self._out)
+        else:
+            self._sum[:, : left.shape[1]] += torch.bmm(left, right)
+
+    def store(self) -> None:
+        if self._sum is not None:
+            self._out.copy_(self._sum)
 
 
 def compile_attention(kernels: Kernels, heads: Heads, dtype: torch.dtype, device: torch.device, tokens: int) -> None:
@@ -143,30 +186,34 @@ def compile_attention(kernels: Kernels, heads: Heads, dtype: torch.dtype, device
     def made(*shape: int, of: torch.dtype = dtype, varies: tuple[int, ...] = (0,)) -> Tensor:
         return varying(torch.zeros(shape, dtype=of, device=device), *varies)
 
-    fp32, group, dim, scale = torch.float32, heads.group, heads.dim, _scale(heads)
+    fp32, int64, scale, dim = torch.float32, torch.int64, _scale(heads), heads.dim
 
     def angles() -> tuple[Tensor, Tensor]:
         return made(tokens, dim // 2, of=fp32), made(tokens, dim // 2, of=fp32)
 
-    order, inverse = made(tokens * group, of=torch.int64), made(tokens, group, of=torch.int64)
-    out, grouped = made(tokens, heads.query * dim), made(heads.kv, tokens * group, dim, varies=(1,))
-    d_k, d_v = (made(heads.kv, tokens, dim, of=fp32, varies=(1,)) for _ in range(2))
-    kernels.split_heads(made(tokens, (heads.query + 2 * heads.kv) * dim), *angles(), order, heads)
-    kernels.merge_heads(grouped, d_k, d_v, *angles(), inverse, heads)
-    kernels.ungroup(grouped, inverse, heads)
-    kernels.regroup(out, order, heads)
-    scores, shares = (made(heads.query, QUERY_BLOCK // 2, QUERY_BLOCK, varies=(1, 2)) for _ in range(2))
+    order, key_order = made(tokens * heads.query, of=int64), made(tokens * heads.kv, of=int64)
+    inverse, key_inverse = made(tokens, heads.query, of=int64), made(tokens, heads.kv, of=int64)
+    q, d_q = (made(tokens * heads.query, dim) for _ in range(2))
+    d_k, d_v = (made(tokens * heads.kv, dim) for _ in range(2))
+    kernels.split_heads(made(tokens, (heads.query + 2 * heads.kv) * dim), *angles(), order, key_order, heads)
+    kernels.merge_heads(d_q, d_k, d_v, *angles(), inverse, key_inverse, heads)
+    kernels.scatter_heads(q, inverse)
+    kernels.gather_heads(made(tokens, heads.query * dim), order, heads)
+    scores = made(heads.query, QUERY_BLOCK // 2, QUERY_BLOCK, varies=(1, 2))
     at, keys_at = made(QUERY_BLOCK // 2, of=fp32), made(QUERY_BLOCK, of=fp32)
     kernels.causal_softmax(scores, at, keys_at, scale)
-    kernels.softmax_backward(scores, shares, scale)
+    rows = heads.group * QUERY_BLOCK // 2
+    d_shares, shares = (made(heads.kv, rows, QUERY_BLOCK, varies=(1, 2)) for _ in range(2))
+    kernels.softmax_backward(d_shares, shares, scale)
 
 
-def _shares(q: Tensor, k: Tensor, block: Block, layout: Layout, kernels: Kernels) -> Tensor:
-    """Attention of a block's queries over its keys, [K, G M, N]."""
-    scores = torch.bmm(q[:, block.rows], k[:, block.keys].transpose(1, 2))
-    by_head = scores.view(layout.heads.query, block.queries, block.width)
-    keys_at = layout.at[block.keys]
-    return kernels.causal_softmax(by_head, keys_at[-block.queries :], keys_at, _scale(layout.heads)).view(scores.shape)
+def _shares(q: Tensor, keys: Tensor, block: Block, layout: Layout, kernels: Kernels) -> Tensor:
+    """Attention of a block's queries over keys [K, N, dim], [K, G M, N]."""
+    scores = torch.bmm(layout.queries(q, block), keys.transpose(1, 2))
+    seen = layout.at[block.stop - keys.shape[1] : block.stop]
+    by_head = scores.view(layout.heads.query, -1, len(seen))
+    at = layout.at[block.start : block.stop]
+    return kernels.causal_softmax(by_head, at, seen, _scale(layout.heads)).view(scores.shape)
 
 
 def _scale(heads: Heads) -> float:

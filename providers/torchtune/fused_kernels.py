@@ -115,51 +115,50 @@ def _gelu_tanh(x: Tensor) -> Tensor:
 
 
 @Kernel
-def split_heads(qkv: Tensor, cos: Tensor, sin: Tensor, order: Tensor, heads: Heads) -> tuple[Tensor, Tensor, Tensor]:
+def split_heads(
+    qkv: Tensor, cos: Tensor, sin: Tensor, order: Tensor, key_order: Tensor, heads: Heads
+) -> tuple[Tensor, Tensor, Tensor]:
     """Rotate q and k by their positions and lay the heads out for products.
 
     Args:
         qkv: [T, (K G + 2 K) dim].
         cos, sin: [T, dim / 2] fp32.
-        order: [T G], which (token, query head of its group) comes where, as token * G + head.
+        order, key_order: [T K G] and [T K], which (token, head) comes where, as token * heads + head.
 
     Returns:
-        q [K, T G, dim] in that order, k and v [K, T, dim].
+        q [T K G, dim], k and v [T K, dim], one row a head of a token.
     """
-    width, tokens = heads.query * heads.dim, qkv.shape[0]
-    q, k, v = qkv.split((width, heads.kv * heads.dim, heads.kv * heads.dim), -1)
-    q = _turn(q.view(tokens, heads.query, heads.dim), cos, sin, heads.pairs)
-    k = _turn(k.view(tokens, heads.kv, heads.dim), cos, sin, heads.pairs)
-    grouped = q.view(tokens, heads.kv, heads.group, heads.dim).transpose(0, 1).flatten(1, 2)
-    v = v.view(tokens, heads.kv, heads.dim)
-    return grouped[:, order].contiguous(), k.transpose(0, 1).contiguous(), v.transpose(0, 1).contiguous()
+    width = heads.kv * heads.dim
+    q, k, v = qkv.split((heads.query * heads.dim, width, width), -1)
+    q = _turn(q.unflatten(-1, (-1, heads.dim)), cos, sin, heads.pairs).flatten(0, 1)
+    k = _turn(k.unflatten(-1, (-1, heads.dim)), cos, sin, heads.pairs).flatten(0, 1)
+    return q[order], k[key_order], v.unflatten(-1, (-1, heads.dim)).flatten(0, 1)[key_order]
 
 
 @Kernel
-def merge_heads(q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: Tensor, heads: Heads) -> Tensor:
-    """The backward of `split_heads`: gradients of its results to that of `qkv`. `inverse` [T, G] undoes its `order`."""
-    tokens = k.shape[1]
-    d_q = _ungrouped(q, inverse, heads).view(tokens, heads.query, heads.dim)
-    d_q = _turn(d_q, cos, -sin, heads.pairs).flatten(1)
-    d_k = _turn(k.transpose(0, 1), cos, -sin, heads.pairs).flatten(1)
-    return torch.cat((d_q, d_k.to(q.dtype), v.transpose(0, 1).flatten(1).to(q.dtype)), -1)
+def merge_heads(
+    q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, inverse: Tensor, key_inverse: Tensor, heads: Heads
+) -> Tensor:
+    """The backward of `split_heads`: gradients of its results to that of `qkv`.
+
+    Args:
+        inverse, key_inverse: [T, K G] and [T, K], where in its orders each head of a token is.
+    """
+    d_q = _turn(q[inverse], cos, -sin, heads.pairs).flatten(1)
+    d_k = _turn(k[key_inverse], cos, -sin, heads.pairs).flatten(1)
+    return torch.cat((d_q, d_k, v[key_inverse].flatten(1)), -1)
 
 
 @Kernel
-def ungroup(x: Tensor, inverse: Tensor, heads: Heads) -> Tensor:
-    """[K, T G, dim] in the order of `split_heads` to [T, K G dim]."""
-    return _ungrouped(x, inverse, heads)
+def gather_heads(x: Tensor, order: Tensor, heads: Heads) -> Tensor:
+    """[T, K G dim] to rows in an order, [T K G, dim]."""
+    return x.view(-1, heads.dim)[order]
 
 
 @Kernel
-def regroup(x: Tensor, order: Tensor, heads: Heads) -> Tensor:
-    """The inverse of `ungroup`."""
-    grouped = x.view(x.shape[0], heads.kv, heads.group, heads.dim).transpose(0, 1).flatten(1, 2)
-    return grouped[:, order].contiguous()
-
-
-def _ungrouped(x: Tensor, inverse: Tensor, heads: Heads) -> Tensor:
-    return x[:, inverse].transpose(0, 1).reshape(len(inverse), heads.query * heads.dim)
+def scatter_heads(x: Tensor, inverse: Tensor) -> Tensor:
+    """The inverse of `gather_heads`; `inverse` as `merge_heads` has it."""
+    return x[inverse].flatten(1)
 
 
 def _turn(x: Tensor, cos: Tensor, sin: Tensor, pairs: bool) -> Tensor:
@@ -203,6 +202,6 @@ class Kernels:
         self.gate = (gelu_gate if gelu else silu_gate).form(compiled)
         self.gate_backward = (gelu_gate_backward if gelu else silu_gate_backward).form(compiled)
         self.split_heads, self.merge_heads = split_heads.form(compiled), merge_heads.form(compiled)
-        self.ungroup, self.regroup = ungroup.form(compiled), regroup.form(compiled)
+        self.gather_heads, self.scatter_heads = gather_heads.form(compiled), scatter_heads.form(compiled)
         self.causal_softmax = causal_softmax.form(compiled)
         self.softmax_backward = softmax_backward.form(compiled)
