@@ -17,6 +17,7 @@ from post_training.training.model import KernelForm, LoraSettings, ModelConfig
 from post_training.training.optim import OptimSettings
 from post_training.training.trainer import Trainer
 from providers.torchtune.fused import FusedLayer
+from providers.torchtune.fused_attention import Padding
 from providers.torchtune.model import TorchtuneModel, load_model
 from tests.torchtune_models import MODELS, UNTIED, make_model, random_tokens, relative_error
 
@@ -176,5 +177,26 @@ def test_a_long_segment_is_attended_in_blocks_with_the_result_of_one(models, mon
     monkeypatch.setattr("providers.torchtune.fused_attention.KEPT_KEYS", 64)
     blocks, gradients = loss_and_gradients(model, rows)
     assert blocks.loss == pytest.approx(whole.loss, rel=BOUND)
+    for name, gradient in expected.items():
+        assert relative_error(gradients[name], gradient) <= BOUND, name
+
+
+def test_a_stream_is_filled_up_to_few_sizes_and_by_little():
+    sizes = {tokens + Padding.of(tokens).tokens for tokens in range(2, 4097)}
+    assert len([size for size in sizes if 1024 <= size < 2048]) == 16
+    for tokens in range(2, 4097):
+        assert 1 <= Padding.of(tokens).tokens <= max(16, tokens / 8)
+
+
+def test_what_fills_a_stream_up_has_no_part_in_any_gradient(models, monkeypatch):
+    rows = batch()
+    model = loaded(models["llama_tied"], "fused", OPTIONS["all layers"])
+    expected_sums, expected = loss_and_gradients(model, rows)
+    for parameter in model.adapter_parameters().values():
+        parameter.grad = None
+    monkeypatch.setattr("providers.torchtune.fused_attention.BLOCK_STEP", 1)
+    monkeypatch.setattr(Padding, "of", lambda _tokens: Padding(0))
+    sums, gradients = loss_and_gradients(model, rows)
+    assert sums.loss == pytest.approx(expected_sums.loss, rel=BOUND)
     for name, gradient in expected.items():
         assert relative_error(gradients[name], gradient) <= BOUND, name

@@ -190,7 +190,7 @@ def test_a_gradient_that_is_not_finite_is_never_applied(base_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["fp32", "bf16"])
-def test_a_resumed_run_has_the_schedule_losses_and_bytes_of_an_uninterrupted_one(base_dir: Path, dtype: str) -> None:
+def test_a_resumed_run_has_the_schedule_losses_and_bytes_of_an_uninterrupted_one(base_dir: Path, dtype: Dtype) -> None:
     rows = make_rows(24)
     batches = [[flatten(rows[i : i + 4])] for i in range(0, 24, 4)]
     straight = make_trainer(base_dir, total=6, dtype=dtype)

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from post_training.training.kernels import Kernel, varying
@@ -16,6 +17,9 @@ Output = Callable[[Tensor], Tensor]
 
 CHUNK_POSITIONS = 256
 """Positions whose logits exist at one time: 256 x 49,152 x 2 bytes = 25 MB in bf16, and as much for their gradient."""
+
+POSITIONS_STEP = 32
+"""Positions are filled up to a multiple of so many with some of weight 0: code is compiled for each number of them."""
 
 
 @dataclass
@@ -93,9 +97,11 @@ def _by_formula(
     linear cross-entropy, https://arxiv.org/abs/2410.10989).
     """
     kernel = softmax_parts.form(compiled)
-    gradient = torch.empty_like(hidden)
+    count, more = len(targets), -len(targets) % POSITIONS_STEP
+    hidden, targets = F.pad(hidden, (0, 0, 0, more)), F.pad(targets, (0, more))
+    shares, gradient = F.pad(weights / weight_sum, (0, more)), torch.empty_like(hidden)
     losses: list[Tensor] = []
-    for rows, target, share, out in _chunks(hidden, targets, weights / weight_sum, gradient):
+    for rows, target, share, out in _chunks(hidden, targets, shares, gradient):
         logits = rows @ head.T
         wanted = logits.gather(-1, target[:, None])
         log_total, d_logits = kernel(logits, share)
@@ -104,8 +110,8 @@ def _by_formula(
         d_logits.scatter_(-1, target[:, None], (torch.expm1(-loss) * share)[:, None].to(d_logits.dtype))
         losses.append(loss)
         torch.mm(d_logits, head, out=out)
-    weighted = torch.cat(losses).double() * weights
-    return LossSums(weighted.sum().item(), weights.double().sum().item(), targets.numel()), gradient
+    weighted = torch.cat(losses)[:count].double() * weights
+    return LossSums(weighted.sum().item(), weights.double().sum().item(), count), gradient[:count]
 
 
 @Kernel
@@ -137,9 +143,7 @@ def loss_only(output: Output, hidden: Tensor, targets: Tensor, weights: Tensor) 
 
 
 def _chunks(*tensors: Tensor) -> zip[tuple[Tensor, ...]]:
-    """Pieces of equal size, as far as that goes, of at most `CHUNK_POSITIONS` rows."""
-    pieces = -(-len(tensors[0]) // CHUNK_POSITIONS)
-    return zip(*(tensor.tensor_split(pieces) for tensor in tensors), strict=True)
+    return zip(*(tensor.split(CHUNK_POSITIONS) for tensor in tensors), strict=True)
 
 
 def _cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:

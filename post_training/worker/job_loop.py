@@ -102,7 +102,8 @@ class JobLoop:
         # What the first attempt ran with: another number of threads could change the last bit of a sum.
         threads = setup.set_threads(first.get("threads", self._spec.worker.threads))
         tokens = report["tokens_per_epoch"] * report["n_epochs"]
-        kernels = first.get("kernels") or setup.choose_kernels(self._spec, tokens)
+        # An attempt that stored none ran before there was a choice.
+        kernels = first.get("kernels", "plain") if first else setup.choose_kernels(self._spec, tokens)
         model = setup.load_model(self._spec, device, kernels)
         total: int = report["total_steps"]
         optim = setup.optim_settings(config.optimizer_config, total, config.max_grad_norm)

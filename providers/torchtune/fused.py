@@ -26,7 +26,7 @@ from post_training.training.model import Segments
 from providers.torchtune import shim
 from providers.torchtune.architecture import Architecture
 from providers.torchtune.convert import deinterleave
-from providers.torchtune.fused_attention import Layout, compile_attention, segment_attention
+from providers.torchtune.fused_attention import Layout, Padding, compile_attention, segment_attention
 from providers.torchtune.fused_kernels import Heads, Kernels
 from providers.torchtune.fused_linear import FusedProjection, PlainProjection, projection
 
@@ -206,8 +206,11 @@ class FusedDecoder:
     def hidden_states(self, segments: Segments, checkpointing: bool, dropout: bool) -> Tensor:
         """Final hidden states after the last norm, [T, D]."""
         self._copy_adapters()
-        layout = Layout.of(segments, self._cos, self._sin, self._heads)
-        h: Tensor = self._module.tok_embeddings(segments.tokens)
+        # Dropout draws a number for each input: more inputs, other numbers.
+        padding = Padding(0) if dropout else Padding.of(len(segments.tokens))
+        padded = padding.apply(segments)
+        layout = Layout.of(padded, self._cos, self._sin, self._heads, padding.tokens > 0)
+        h: Tensor = self._module.tok_embeddings(padded.tokens)
         y: Tensor | None = None
         for layer in self._layers:
             run = partial(layer, layout=layout)
@@ -216,7 +219,7 @@ class FusedDecoder:
                 h, y = checkpoint(run, h, y, use_reentrant=False, preserve_rng_state=dropout)
             else:
                 h, y = run(h, y)
-        return self._norm(h, y)[1]
+        return self._norm(h, y)[1][: len(segments.tokens)]
 
     @torch.no_grad()
     def _copy_adapters(self) -> None:

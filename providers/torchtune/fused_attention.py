@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from typing import Any, cast
 
 import torch
@@ -22,7 +22,10 @@ from post_training.training.model import Segments
 from providers.torchtune.fused_kernels import Heads, Kernels
 
 QUERY_BLOCK = 256
-"""Queries of one block: of a segment of n blocks, (n + 1) / 2n of the square of all pairs is computed."""
+"""Most queries of one block: of a segment of n blocks, (n + 1) / 2n of the square of all pairs is computed."""
+
+BLOCK_STEP = 16
+"""Blocks have a multiple of so many queries, see `Padding`."""
 
 KEPT_KEYS = 256
 """Shares of blocks that see at most so many keys are kept: 2 x heads x 256 bytes a token at most."""
@@ -30,7 +33,7 @@ KEPT_KEYS = 256
 
 @dataclass(frozen=True)
 class Block:
-    """Queries of tokens `start` to `stop`; `kept`: their shares are kept for the backward pass."""
+    """Queries `start` to `stop` of a segment; `kept`: their shares are kept for the backward pass."""
 
     start: int
     stop: int
@@ -39,17 +42,54 @@ class Block:
 
 @dataclass(frozen=True)
 class Segment:
-    """Tokens `start` to `stop`, whose queries are computed in blocks of about one size."""
+    """A segment's rows, `start` to `stop`, in the order of heads; its tokens and, after them, what fills up a block."""
 
     start: int
     stop: int
     blocks: tuple[Block, ...]
 
     @classmethod
-    def of(cls, start: int, length: int) -> Segment:
+    def of(cls, start: int, length: int, step: int) -> Segment:
         count = -(-length // QUERY_BLOCK)
-        edges = pairwise(start + length * index // count for index in range(count + 1))
-        return cls(start, start + length, tuple(Block(a, b, kept=b - start <= KEPT_KEYS) for a, b in edges))
+        size = round_up(-(-length // count), step)
+        edges = pairwise(size * index for index in range(count + 1))
+        blocks = tuple(Block(a, b, kept=b <= KEPT_KEYS) for a, b in edges)
+        return cls(start, start + size * count, blocks)
+
+
+def round_up(number: int, step: int) -> int:
+    return -(-number // step) * step
+
+
+@dataclass(frozen=True)
+class Padding:
+    """Tokens after the last segment, so that products come in few sizes.
+
+    oneDNN compiles code for every new size of a product, some 60 of them for each batch of new lengths, and keeps a
+    thousand: of SmolLM2 on two cores that took a tenth of the time and 600 MB. So the stream is filled up to one of
+    sixteen sizes an octave, with a segment of its own, and a block of queries to a multiple of `BLOCK_STEP` with copies
+    of the last such token. Nothing reads these: no loss, no query of a real segment. All their gradients are zero.
+
+    Attributes:
+        tokens: at least 1, or 0 for none, and then blocks are not filled up either.
+    """
+
+    tokens: int
+
+    @classmethod
+    def of(cls, tokens: int) -> Padding:
+        step = max(16, 2 ** (tokens.bit_length() - 5))
+        return cls(round_up(tokens + 1, step) - tokens)
+
+    def apply(self, batch: Segments) -> Segments:
+        if not self.tokens:
+            return batch
+        more = torch.arange(self.tokens, device=batch.positions.device)
+        return Segments(
+            torch.cat((batch.tokens, batch.tokens.new_zeros(self.tokens))),
+            torch.cat((batch.positions, more)),
+            (*batch.lengths, self.tokens),
+        )
 
 
 @dataclass(frozen=True)
@@ -57,11 +97,11 @@ class Layout:
     """What all layers need to know of one batch.
 
     Attributes:
-        at: [T] fp32, each token's position.
-        cos, sin: [T, dim / 2] fp32, of that position.
-        order, inverse: of queries, [T K G] and [T, K G] int64; see `split_heads`. The rows of a block lie together, by
-            head, then by token.
-        key_order, key_inverse: of keys and values, [T K] and [T, K]. The rows of a segment lie together.
+        at: fp32 position of every row, beyond all others where the row is none of the segment's.
+        cos, sin: [T, dim / 2] fp32, of each token's position.
+        order, inverse: of queries, [rows K G] and [T, K G] int64; see `split_heads`. The rows of a block lie together,
+            by head, then by token.
+        key_order, key_inverse: of keys and values, [rows K] and [T, K]. The rows of a segment lie together.
     """
 
     segments: tuple[Segment, ...]
@@ -75,34 +115,60 @@ class Layout:
     heads: Heads
 
     @classmethod
-    def of(cls, batch: Segments, cos: Tensor, sin: Tensor, heads: Heads) -> Layout:
-        """`cos` and `sin` by position, [context, dim / 2]."""
-        starts = accumulate(batch.lengths, initial=0)
-        segments = tuple(Segment.of(start, length) for start, length in zip(starts, batch.lengths, strict=False))
-        blocks = [(block.start, block.stop) for segment in segments for block in segment.blocks]
-        spans = [(segment.start, segment.stop) for segment in segments]
-        at = batch.positions
-        order, inverse = (each.to(at.device) for each in _orders(blocks, heads.query))
-        key_order, key_inverse = (each.to(at.device) for each in _orders(spans, heads.kv))
-        return cls(segments, at.float(), cos[at], sin[at], order, inverse, key_order, key_inverse, heads)
+    def of(cls, batch: Segments, cos: Tensor, sin: Tensor, heads: Heads, padded: bool) -> Layout:
+        """`cos` and `sin` by position, [context, dim / 2]; `padded`: the last token is padding."""
+        segments: list[Segment] = []
+        tokens: list[Tensor] = []  # of each row
+        first = start = 0
+        for length in batch.lengths:
+            segment = Segment.of(start, length, BLOCK_STEP if padded else 1)
+            rows = torch.arange(first, first + segment.stop - start)
+            tokens.append(torch.where(rows < first + length, rows, -1))
+            segments.append(segment)
+            first, start = first + length, segment.stop
+        token = torch.cat(tokens)
+        real = token >= 0
+        at = torch.full(token.shape, _NOWHERE)
+        at[real] = batch.positions.cpu()[token[real]].float()
+        token[~real] = first - 1
+        spans = [(s.start + b.start, s.start + b.stop) for s in segments for b in s.blocks]
+        orders = (
+            *_orders(spans, token, real, heads.query),
+            *_orders([(s.start, s.stop) for s in segments], token, real, heads.kv),
+        )
+        where = batch.positions
+        order, inverse, key_order, key_inverse = (each.to(where.device) for each in orders)
+        angles = cos[where], sin[where]
+        return cls(tuple(segments), at.to(where.device), *angles, order, inverse, key_order, key_inverse, heads)
 
-    def queries(self, rows: Tensor, block: Block) -> Tensor:
-        """A block's rows of [T K G, dim], as [K, G M, dim]: a view."""
-        heads = self.heads
-        return rows[block.start * heads.query : block.stop * heads.query].view(heads.kv, -1, heads.dim)
+    def queries(self, rows: Tensor, segment: Segment, block: Block) -> Tensor:
+        """A block's rows of [rows K G, dim], as [K, G M, dim]: a view."""
+        heads, first = self.heads, segment.start
+        of_block = rows[(first + block.start) * heads.query : (first + block.stop) * heads.query]
+        return of_block.view(heads.kv, -1, heads.dim)
 
     def keys(self, rows: Tensor, segment: Segment) -> Tensor:
-        """A segment's rows of [T K, dim], as [K, L, dim]: a view."""
+        """A segment's rows of [rows K, dim], as [K, L, dim]: a view."""
         kv = self.heads.kv
         return rows[segment.start * kv : segment.stop * kv].view(kv, -1, self.heads.dim)
 
 
-def _orders(ranges: Sequence[tuple[int, int]], heads: int) -> tuple[Tensor, Tensor]:
-    """(token, head) as token * heads + head, range by range, by head, then by token; and where each of them is."""
+_NOWHERE = 2.0**30
+
+
+def _orders(spans: Sequence[tuple[int, int]], token: Tensor, real: Tensor, heads: int) -> tuple[Tensor, Tensor]:
+    """(token, head) as token * heads + head, span by span, by head, then by row; and where that of each token is.
+
+    Args:
+        spans: of rows.
+        token: each row's.
+        real: whether the row is the token's own.
+    """
     head = torch.arange(heads)[:, None]
-    order = torch.cat([(torch.arange(start, stop)[None] * heads + head).flatten() for start, stop in ranges])
-    inverse = torch.empty_like(order)
-    inverse[order] = torch.arange(len(order))
+    order = torch.cat([(token[None, start:stop] * heads + head).flatten() for start, stop in spans])
+    own = torch.cat([real[None, start:stop].expand(heads, -1).flatten() for start, stop in spans])
+    inverse = torch.empty(int(real.sum()) * heads, dtype=torch.int64)
+    inverse[order[own]] = torch.arange(len(order))[own]
     return order, inverse.view(-1, heads)
 
 
@@ -120,9 +186,8 @@ class _SegmentAttention(torch.autograd.Function):
         for segment in layout.segments:
             keys, values = layout.keys(k, segment), layout.keys(v, segment)
             for block in segment.blocks:
-                seen = block.stop - segment.start
-                shares = _shares(q, keys[:, :seen], block, layout, kernels)
-                torch.bmm(shares, values[:, :seen], out=layout.queries(out, block))
+                shares = _shares(q, keys, segment, block, layout, kernels)
+                torch.bmm(shares, values[:, : block.stop], out=layout.queries(out, segment, block))
                 if block.kept:
                     kept.append(shares)
         ctx.layout, ctx.kernels = layout, kernels
@@ -141,14 +206,13 @@ class _SegmentAttention(torch.autograd.Function):
             keys, values = layout.keys(k, segment), layout.keys(v, segment)
             d_keys, d_values = _Sum(layout.keys(d_k, segment), segment), _Sum(layout.keys(d_v, segment), segment)
             for block in segment.blocks:
-                seen = block.stop - segment.start
-                shares = next(stored) if block.kept else _shares(q, keys[:, :seen], block, layout, kernels)
-                d = layout.queries(d_out, block)
+                shares = next(stored) if block.kept else _shares(q, keys, segment, block, layout, kernels)
+                d = layout.queries(d_out, segment, block)
                 d_values.add(shares.transpose(1, 2), d)
-                d_shares = torch.bmm(d, values[:, :seen].transpose(1, 2))
+                d_shares = torch.bmm(d, values[:, : block.stop].transpose(1, 2))
                 d_scores = kernels.softmax_backward(d_shares, shares, _scale(layout.heads))
-                torch.bmm(d_scores, keys[:, :seen], out=layout.queries(d_q, block))
-                d_keys.add(d_scores.transpose(1, 2), layout.queries(q, block))
+                torch.bmm(d_scores, keys[:, : block.stop], out=layout.queries(d_q, segment, block))
+                d_keys.add(d_scores.transpose(1, 2), layout.queries(q, segment, block))
             d_keys.store()
             d_values.store()
         orders = (layout.inverse, layout.key_inverse)
@@ -207,13 +271,12 @@ def compile_attention(kernels: Kernels, heads: Heads, dtype: torch.dtype, device
     kernels.softmax_backward(d_shares, shares, scale)
 
 
-def _shares(q: Tensor, keys: Tensor, block: Block, layout: Layout, kernels: Kernels) -> Tensor:
-    """Attention of a block's queries over keys [K, N, dim], [K, G M, N]."""
-    scores = torch.bmm(layout.queries(q, block), keys.transpose(1, 2))
-    seen = layout.at[block.stop - keys.shape[1] : block.stop]
-    by_head = scores.view(layout.heads.query, -1, len(seen))
-    at = layout.at[block.start : block.stop]
-    return kernels.causal_softmax(by_head, at, seen, _scale(layout.heads)).view(scores.shape)
+def _shares(q: Tensor, keys: Tensor, segment: Segment, block: Block, layout: Layout, kernels: Kernels) -> Tensor:
+    """Attention of a block's queries over the segment's keys [K, L, dim] up to its last, [K, G M, N]."""
+    scores = torch.bmm(layout.queries(q, segment, block), keys[:, : block.stop].transpose(1, 2))
+    keys_at = layout.at[segment.start : segment.start + block.stop]
+    by_head = scores.view(layout.heads.query, -1, block.stop)
+    return kernels.causal_softmax(by_head, keys_at[block.start :], keys_at, _scale(layout.heads)).view(scores.shape)
 
 
 def _scale(heads: Heads) -> float:
