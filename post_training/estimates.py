@@ -5,9 +5,10 @@ head size, L layers, V vocabulary, T tokens of the largest micro-batch:
 
     base         e of each weight; 0.516 of each weight of the layers where the base is held in NF4
     adapter      fp32: 4 weight + 4 gradient; bf16: 2 + 2, and 4 + 4 of the fp32 master; 4 a moment
-    activations  1.5 T L (e (3 D + 3 A + 4 I) + 8 D): what autograd keeps of a layer, by saved_tensors_hooks on a Llama,
-                 and half as much again for what is computed beside it and what the allocator keeps, as measured;
-                 with activation checkpointing 1.5 T (L e D and one layer of the above)
+    activations  1.5 T L (e (3 D + 3 A + 4 I) + 8 D): what autograd keeps of a layer of torchtune's, by
+                 saved_tensors_hooks on a Llama, and half as much again for what is computed beside it and what the
+                 allocator keeps, as measured; with activation checkpointing 1.5 T (L e D and one layer of the above).
+                 The fast path keeps about two thirds of that
     logits       min(T, 512) V (e + 12): a chunk in e, and its fp32 copy, probabilities and gradient
     runtime      of a process with PyTorch; not on an accelerator
     loading      beside the above, not at the same time: the base and, on a CPU, its mapped files

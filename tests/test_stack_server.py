@@ -19,7 +19,7 @@ import pytest_asyncio
 from pydantic import BaseModel
 
 from apis.common import Api
-from apis.errors import DataInvalid, JobNotFound, NotSupported, PortBusy, QueueFull, RunConfigInvalid, StackError
+from apis.errors import DataInvalid, JobNotFound, NotSupported, QueueFull, RunConfigInvalid, StackError
 from apis.post_training import (
     JobStatus,
     JobSummary,
@@ -35,7 +35,7 @@ from apis.post_training import (
 from distributions import stack as stack_module
 from distributions.resolver import plan
 from distributions.run_config import StackRunConfig
-from distributions.server import bind, check_exposure, create_app
+from distributions.server import create_app
 from distributions.stack import Stack, build_stack
 from post_training.jobs import scheduler
 from providers.registry import BUILT_IN
@@ -484,25 +484,6 @@ async def test_without_the_key_only_health_is_answered(locked: Notes, header: st
 
 async def test_with_the_key_everything_is_answered(locked: Notes):
     assert (await locked.http.get("/v1/models", headers={"authorization": "Bearer sesame"})).status_code == 200
-
-
-@pytest.mark.parametrize("host", ["0.0.0.0", "::", "192.168.1.5", "example.org"])
-def test_another_address_than_this_machines_own_needs_a_key(host: str):
-    with pytest.raises(StackError, match="POSTGRAD_API_KEY"):
-        check_exposure(host, None)
-    check_exposure(host, "sesame")
-
-
-@pytest.mark.parametrize("host", ["127.0.0.1", "127.0.0.2", "::1", "localhost"])
-def test_this_machines_own_address_needs_no_key(host: str):
-    check_exposure(host, None)
-
-
-def test_a_busy_port_is_refused_with_the_remedy():
-    with bind("127.0.0.1", 0) as first:
-        port = first.getsockname()[1]
-        with pytest.raises(PortBusy, match=rf"port {port} .*--port"):
-            bind("127.0.0.1", port)
 
 
 # -- building --------------------------------------------------------------------------------------------------------
