@@ -92,6 +92,8 @@ def torch_environment(threads: int | None = None) -> dict[str, str]:
     environment = {
         "GOMP_SPINCOUNT": "10000",
         "TOKENIZERS_PARALLELISM": "false",
+        # Kernels are compiled one by one, where they are first called: helper processes would only take memory.
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
         # torchao would log that it cannot load kernels that are of no use here.
         "TORCHAO_FORCE_SKIP_LOADING_SO_FILES": "1",
         **os.environ,

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from torch._inductor import config as inductor_config
 
 from post_training.data.batching import flatten
 from post_training.data.types import FlatBatch, TokenizedRow
@@ -154,16 +155,32 @@ def test_what_the_fast_path_lacks_is_said(models, option, reason):
     assert [reason in remark for remark in remarks] == ([True] if reason else [])
 
 
-def test_without_a_compiler_the_model_runs_uncompiled_and_says_so(models, monkeypatch):
-    monkeypatch.setenv("CXX", "/nonexistent/c++")
-    monkeypatch.setattr("torch._inductor.config.cpp.cxx", ("/nonexistent/c++",))
+def test_without_a_compiler_the_model_runs_uncompiled_and_says_so(models):
     can_compile.cache_clear()
     try:
-        computation = loaded(models["llama_tied"], "compiled", OPTIONS["all layers"]).computation
+        with inductor_config.patch({"cpp.cxx": ("/nonexistent/c++",)}):
+            computation = loaded(models["llama_tied"], "compiled", OPTIONS["all layers"]).computation
     finally:
         can_compile.cache_clear()
     assert computation.kernels == "fused"
     assert "no C++ compiler was found" in computation.remarks[0]
+
+
+def test_a_compiler_that_does_not_compile_is_said_and_done_without(models, tmp_path):
+    broken = tmp_path / "c++"
+    broken.write_text('#!/bin/sh\n[ "$1" = --version ] && exec c++ --version\necho no headers >&2; exit 1\n')
+    broken.chmod(0o755)
+    torch._dynamo.reset()
+    can_compile.cache_clear()
+    try:
+        with inductor_config.patch({"cpp.cxx": (str(broken),), "force_disable_caches": True}):
+            model = loaded(models["llama_tied"], "compiled", OPTIONS["all layers"])
+    finally:
+        can_compile.cache_clear()
+        torch._dynamo.reset()
+    assert model.computation.kernels == "fused"
+    assert "compiling failed" in model.computation.remarks[0]
+    assert loss_and_gradients(model, batch())[0].tokens > 0
 
 
 def test_a_long_segment_is_attended_in_blocks_with_the_result_of_one(models, monkeypatch):

@@ -7,7 +7,9 @@ costs more than the products around it. `torch.compile` makes one loop of such a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, Generic, ParamSpec, TypeVar, cast
 
 import torch
@@ -15,6 +17,16 @@ from torch import Tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+
+logger = logging.getLogger(__name__)
+
+
+MODELS_OF_A_PROCESS = 64
+"""A worker may run one job after another, each with a model of other widths, for which code is compiled again."""
+
+
+class CompilingFailed(Exception):
+    """There is a compiler, and it does not compile; the message says why."""
 
 
 class Kernel(Generic[P, R]):
@@ -34,6 +46,8 @@ class Kernel(Generic[P, R]):
     def _compiled(self) -> Callable[P, R]:
         # One compilation per process and kernel, whatever models come and go. Which sizes are symbols is said by
         # `varying` on the first call.
+        config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
+        config.recompile_limit = max(config.recompile_limit, MODELS_OF_A_PROCESS)
         compiled: Callable[..., R] = torch.compile(self._function, fullgraph=True)
 
         def run(*args: Any) -> R:
@@ -55,6 +69,18 @@ def varying(tensor: Tensor, *dimensions: int) -> Tensor:
     for dimension in dimensions:
         torch._dynamo.mark_dynamic(tensor, dimension)  # pyright: ignore[reportPrivateImportUsage]
     return tensor
+
+
+@contextmanager
+def compiling() -> Iterator[None]:
+    """Around first calls of compiled kernels. Raises CompilingFailed."""
+    from torch._dynamo.exc import TorchDynamoException
+
+    try:
+        yield
+    except TorchDynamoException as error:
+        logger.exception("element-wise operations cannot be compiled")
+        raise CompilingFailed(f"compiling failed with {type(error).__name__}; see the log") from error
 
 
 @functools.cache

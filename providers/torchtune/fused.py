@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from post_training.training.kernels import varying
+from post_training.training.kernels import compiling, varying
 from post_training.training.model import Segments
 from providers.torchtune import shim
 from providers.torchtune.architecture import Architecture
@@ -184,24 +184,14 @@ class FusedDecoder:
     the joined ones.
     """
 
-    def __init__(self, module: shim.TransformerDecoder, architecture: Architecture, compiled: bool) -> None:
-        gemma = architecture.family == "gemma"
+    def __init__(self, module: shim.TransformerDecoder, architecture: Architecture, kernels: Kernels) -> None:
         self._module = module
-        self._kernels = Kernels(compiled, gelu=gemma)
-        self._layers = [FusedLayer(layer, architecture, self._kernels) for layer in cast(Any, module.layers)]
-        self._heads = Heads(
-            architecture.num_kv_heads,
-            architecture.num_heads // architecture.num_kv_heads,
-            architecture.head_dim,
-            # Joined products give halves; the modules' own, torchtune's pairs.
-            pairs=architecture.interleaved_rope and isinstance(self._layers[0].qkv, PlainProjection),
-        )
-        self._norm = Norm.of(cast(nn.Module, module.norm), gemma, self._kernels)
+        self._layers = [FusedLayer(layer, architecture, kernels) for layer in cast(Any, module.layers)]
+        self._norm = Norm.of(cast(nn.Module, module.norm), architecture.family == "gemma", kernels)
+        self._heads = heads_of(architecture, joined=isinstance(self._layers[0].qkv, FusedProjection))
         self._cos, self._sin = _angles(cast(Any, module.layers)[0].attn.pos_embeddings, architecture)
         fused = [p for layer in self._layers for p in layer.products if isinstance(p, FusedProjection)]
         self._copies = [copy for product in fused for copy in product.copies()]
-        if compiled:
-            self._compile()
 
     def hidden_states(self, segments: Segments, checkpointing: bool, dropout: bool) -> Tensor:
         """Final hidden states after the last norm, [T, D]."""
@@ -231,26 +221,37 @@ class FusedDecoder:
         foreach: Any = torch  # these two are public in all but name: PyTorch's optimizers are made of them
         foreach._foreach_copy_(list(copies), foreach._foreach_mul(rows, list(factors)))
 
-    @torch.no_grad()
-    def _compile(self) -> None:
-        """Compile every kernel at a typical size, so that the code depends on the model, not on the first batch."""
-        k, heads, scale, eps = self._kernels, self._heads, self._norm.scale, self._norm.eps
-        weight = cast(Tensor, self._module.tok_embeddings.weight)
-        inner: int = cast(Any, self._module.layers)[0].mlp.w1.weight.shape[0]
 
-        def rows(width: int) -> Tensor:
-            return varying(weight.new_zeros(TYPICAL_TOKENS, width), 0)
+def heads_of(a: Architecture, joined: bool) -> Heads:
+    """`joined`: q, k and v come of one product, which gives halves of a head; the modules' own give pairs."""
+    return Heads(a.num_kv_heads, a.num_heads // a.num_kv_heads, a.head_dim, pairs=a.interleaved_rope and not joined)
 
-        def stream() -> Tensor:
-            return rows(weight.shape[1])
 
-        k.norm(stream(), scale, eps)
-        k.add_norm(stream(), stream(), scale, eps)
-        k.norm_backward(stream(), stream(), scale, eps)
-        k.add_norm_backward(stream(), stream(), stream(), scale, eps)
-        k.gate(rows(2 * inner))
-        k.gate_backward(rows(inner), rows(2 * inner))
-        compile_attention(k, heads, weight.dtype, weight.device, TYPICAL_TOKENS)
+@torch.no_grad()
+def compiled_kernels(a: Architecture, joined: bool, dtype: torch.dtype, device: torch.device) -> Kernels:
+    """Kernels, compiled at a typical size, so that their code depends on the model and not on the first batch.
+
+    Raises:
+        CompilingFailed.
+    """
+    kernels = Kernels(compiled=True, gelu=a.family == "gemma")
+    scale = torch.ones(a.embed_dim, device=device)
+
+    def rows(width: int) -> Tensor:
+        return varying(torch.zeros(TYPICAL_TOKENS, width, dtype=dtype, device=device), 0)
+
+    def stream() -> Tensor:
+        return rows(a.embed_dim)
+
+    with compiling():
+        kernels.norm(stream(), scale, a.norm_eps)
+        kernels.add_norm(stream(), stream(), scale, a.norm_eps)
+        kernels.norm_backward(stream(), stream(), scale, a.norm_eps)
+        kernels.add_norm_backward(stream(), stream(), stream(), scale, a.norm_eps)
+        kernels.gate(rows(2 * a.intermediate_dim))
+        kernels.gate_backward(rows(a.intermediate_dim), rows(2 * a.intermediate_dim))
+        compile_attention(kernels, heads_of(a, joined), dtype, device, TYPICAL_TOKENS)
+    return kernels
 
 
 def _angles(rope: nn.Module, architecture: Architecture) -> tuple[Tensor, Tensor]:

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from post_training.training.kernels import can_compile
-from post_training.training.model import TORCH_DTYPES, Computation, LoraSettings, ModelConfig, Segments
+from post_training.training.kernels import CompilingFailed, can_compile
+from post_training.training.model import TORCH_DTYPES, Computation, KernelForm, LoraSettings, ModelConfig, Segments
 from providers.torchtune import shim
 from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter, module_names
 from providers.torchtune.adapters import DoRALinear, add_adapters, fresh_adapter, is_adapter, quantize_base
@@ -18,7 +18,8 @@ from providers.torchtune.architecture import Architecture
 from providers.torchtune.attention import segment_attention
 from providers.torchtune.convert import load_base
 from providers.torchtune.families import check_max_seq_len, describe
-from providers.torchtune.fused import FusedDecoder
+from providers.torchtune.fused import FusedDecoder, compiled_kernels
+from providers.torchtune.fused_kernels import Kernels
 from providers.torchtune.lora_options import check_shape
 from providers.torchtune.peft_export import from_peft, to_peft
 
@@ -51,9 +52,8 @@ class TorchtuneModel:
         self._architecture = architecture
         self._shape = shape
         self._checkpointing = config.activation_checkpointing
-        self._computation = _computation(config)
-        form = self._computation.kernels
-        self._fused = None if form == "plain" else FusedDecoder(module, architecture, form == "compiled")
+        self._computation, kernels = _computation(architecture, config)
+        self._fused = FusedDecoder(module, architecture, kernels) if kernels is not None else None
 
     @property
     def device(self) -> torch.device:
@@ -114,18 +114,34 @@ class TorchtuneModel:
         return tensors, adapter_config(self._architecture, self._shape)
 
 
-def _computation(config: ModelConfig) -> Computation:
-    form, remarks = config.kernels, []
-    if form == "plain":
-        return Computation("plain")
-    if form == "compiled" and (reason := can_compile()) is not None:
-        form = "fused"
-        remarks.append(f"element-wise operations are not compiled: {reason}")
+def _computation(architecture: Architecture, config: ModelConfig) -> tuple[Computation, Kernels | None]:
+    """How the model is computed in fact, and the fast path's kernels, where that is its way."""
+    if config.kernels == "plain":
+        return Computation("plain"), None
+    kernels, remarks = None, []
+    if config.kernels == "compiled":
+        try:
+            kernels = _compiled(architecture, config)
+        except CompilingFailed as error:
+            remarks.append(f"element-wise operations are not compiled: {error}")
     if config.lora.dora:
         remarks.append("adapted layers run by themselves, not joined: use_dora")
     if config.lora.quantized_base:
         remarks.append("linear layers run by themselves, not joined: quantize_base")
-    return Computation(form, tuple(remarks))
+    form: KernelForm = "fused" if kernels is None else "compiled"
+    kernels = kernels or Kernels(compiled=False, gelu=architecture.family == "gemma")
+    return Computation(form, tuple(remarks)), kernels
+
+
+def _compiled(architecture: Architecture, config: ModelConfig) -> Kernels:
+    if (reason := can_compile()) is not None:
+        raise CompilingFailed(reason)
+    joined = not config.lora.quantized_base and not (config.lora.dora and _adapts_attention(config.lora))
+    return compiled_kernels(architecture, joined, TORCH_DTYPES[config.dtype], torch.device(config.device))
+
+
+def _adapts_attention(lora: LoraSettings) -> bool:
+    return bool({"q_proj", "k_proj", "v_proj"} & set(lora.attn_modules))
 
 
 def _joins(config: ModelConfig) -> bool:
