@@ -14,6 +14,7 @@ from tests.postgres import Cluster, running_cluster
 
 # Tests run models in several processes at once: threads that spin would take the cores from each other.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
