@@ -13,7 +13,7 @@ from torch._inductor import config as inductor_config
 from post_training.data.batching import flatten
 from post_training.data.types import FlatBatch, TokenizedRow
 from post_training.training.kernels import can_compile
-from post_training.training.loss import LossSums, loss_and_gradient
+from post_training.training.loss import LossSums, can_compile_loss, loss_and_gradient
 from post_training.training.model import KernelForm, LoraSettings, ModelConfig
 from post_training.training.optim import OptimSettings
 from post_training.training.trainer import Trainer
@@ -71,7 +71,8 @@ def loss_and_gradients(model: TorchtuneModel, rows: FlatBatch) -> tuple[LossSums
     torch.manual_seed(5)  # dropout
     trainer = Trainer(model, OptimSettings(1))
     hidden, targets, weights = trainer._supervised(rows)
-    sums = loss_and_gradient(model, hidden, targets, weights, rows.weight_sum)
+    compiled = can_compile_loss(model)
+    sums = loss_and_gradient(model, hidden, targets, weights, rows.weight_sum, compiled=compiled)
     gradients = {name: parameter.grad for name, parameter in model.adapter_parameters().items()}
     return sums, {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
@@ -217,3 +218,11 @@ def test_what_fills_a_stream_up_has_no_part_in_any_gradient(models, monkeypatch)
     assert sums.loss == pytest.approx(expected_sums.loss, rel=BOUND)
     for name, gradient in expected.items():
         assert relative_error(gradients[name], gradient) <= BOUND, name
+
+
+def test_a_stream_far_longer_than_the_context_is_filled_up(models, tmp_path):
+    make_model(tmp_path, "llama_tied", max_position_embeddings=64)
+    rows = batch((64,) * 32)
+    expected, _ = loss_and_gradients(loaded(tmp_path, "plain", OPTIONS["all layers"]), rows)
+    sums, _ = loss_and_gradients(loaded(tmp_path, "fused", OPTIONS["all layers"]), rows)
+    assert sums.loss == pytest.approx(expected.loss, rel=BOUND)

@@ -98,6 +98,11 @@ class Child:
             raise self._silence()
         return answer["result"]
 
+    @property
+    def alive(self) -> bool:
+        """Whether it may still be asked."""
+        return not self._given_up and self._process.poll() is None
+
     def close(self) -> None:
         """End it: it goes by itself where it has nothing to do. May be called again."""
         assert self._process.stdin is not None

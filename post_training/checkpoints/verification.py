@@ -65,7 +65,15 @@ class Verifier:
         self._thread: threading.Thread | None = None
 
     def prepare(self) -> None:
-        """Start the process, if it is not there, so that it has imported what it needs when it is asked."""
+        """Start the process, if it is not there, so that it has imported what it needs when it is asked.
+
+        Raises:
+            OSError: the system has no room for another process.
+        """
+        if self._child is not None and not self._child.alive:
+            # It ended while it had nothing to do, which says nothing about any checkpoint.
+            self._child.kill()
+            self._child = None
         if self._child is None:
             self._child = Child(
                 "post_training.checkpoints.verify",

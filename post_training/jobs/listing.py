@@ -74,7 +74,8 @@ def read_page(
 
 def _place_of(session: Session, after: str) -> int:
     number = after.removeprefix(_PLACE)
-    if after.startswith(_PLACE) and number.isascii() and number.isdigit() and int(number) <= MAX_INTEGER:
+    is_number = len(number) <= len(str(MAX_INTEGER)) and number.isascii() and number.isdigit()
+    if after.startswith(_PLACE) and is_number and int(number) <= MAX_INTEGER:
         return int(number)
     sequence = session.scalar(select(JobRow.sequence).where(JobRow.job_uuid == after))
     if sequence is None:

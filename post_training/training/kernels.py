@@ -48,6 +48,8 @@ class Kernel(Generic[P, R]):
         # `varying` on the first call.
         config: Any = torch._dynamo.config  # pyright: ignore[reportPrivateImportUsage]
         config.recompile_limit = max(config.recompile_limit, MODELS_OF_A_PROCESS)
+        config.automatic_dynamic_shapes = False
+        # Only what `varying` names is a symbol: a second model's code is not to depend on what the first one was.
         compiled: Callable[..., R] = torch.compile(self._function, fullgraph=True)
 
         def run(*args: Any) -> R:

@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from post_training.training.kernels import Kernel, varying
+from post_training.training.kernels import CompilingFailed, Kernel, compiling, varying
 from post_training.training.model import TrainableModel
 
 Output = Callable[[Tensor], Tensor]
@@ -51,7 +51,13 @@ class LossSums:
 
 
 def loss_and_gradient(
-    model: TrainableModel, hidden: Tensor, targets: Tensor, weights: Tensor, weight_sum: float
+    model: TrainableModel,
+    hidden: Tensor,
+    targets: Tensor,
+    weights: Tensor,
+    weight_sum: float,
+    *,
+    compiled: bool = False,
 ) -> LossSums:
     """Back-propagate the step's loss, the output layer chunk by chunk.
 
@@ -63,12 +69,12 @@ def loss_and_gradient(
         targets: [N] int64.
         weights: [N] float32.
         weight_sum: the sum of weights of the whole optimizer step, so that micro-batches add up to the step's mean.
+        compiled: as `can_compile_loss` said.
     """
     head = model.head_weight()
     if head is None:
         sums, gradient = _by_autograd(model.output, hidden.detach(), targets, weights, weight_sum)
     else:
-        compiled = model.computation.kernels == "compiled"
         sums, gradient = _by_formula(head, compiled, hidden.detach(), targets, weights, weight_sum)
     hidden.backward(gradient)
     return sums
@@ -125,10 +131,21 @@ def softmax_parts(logits: Tensor, shares: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @torch.no_grad()
-def compile_loss(head: Tensor) -> None:
-    """Compile `softmax_parts` for an output layer of weight [V, D], at a typical number of positions."""
+def can_compile_loss(model: TrainableModel) -> bool:
+    """Compile `softmax_parts` for a model's output layer, at a typical number of positions; False where it is not to.
+
+    Also where the compiler fails: the plain form then does.
+    """
+    head = model.head_weight()
+    if head is None or model.computation.kernels != "compiled":
+        return False
     logits = varying(head.new_zeros(CHUNK_POSITIONS, len(head)), 0)
-    softmax_parts.form(compiled=True)(logits, varying(torch.zeros(CHUNK_POSITIONS, device=head.device), 0))
+    try:
+        with compiling():
+            softmax_parts.form(compiled=True)(logits, varying(torch.zeros(CHUNK_POSITIONS, device=head.device), 0))
+    except CompilingFailed:
+        return False
+    return True
 
 
 @torch.no_grad()

@@ -108,11 +108,14 @@ class Masters:
         self.publish()
 
 
-def create_optimizer(settings: OptimSettings, masters: Masters) -> torch.optim.Optimizer:
-    """adam and sgd have weight decay in their gradient (L2), adamw decoupled (https://arxiv.org/abs/1711.05101)."""
+def create_optimizer(settings: OptimSettings, masters: Masters, *, fused: bool = False) -> torch.optim.Optimizer:
+    """adam and sgd have weight decay in their gradient (L2), adamw decoupled (https://arxiv.org/abs/1711.05101).
+
+    Args:
+        fused: one loop over the numbers of a parameter, instead of ten; the same formula.
+    """
     parameters = list(masters.tensors.values())
-    # One loop over all numbers of a parameter, instead of ten.
-    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": True}
+    options: dict[str, Any] = {"lr": settings.lr, "weight_decay": settings.weight_decay, "fused": fused}
     if settings.optimizer == "sgd":
         return torch.optim.SGD(parameters, **options, momentum=settings.momentum or 0.0)
     if settings.betas is not None:

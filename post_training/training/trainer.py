@@ -17,7 +17,7 @@ from torch import Tensor
 
 from post_training.data.types import FlatBatch
 from post_training.training.interruption import Interrupted
-from post_training.training.loss import LossSums, compile_loss, loss_and_gradient, loss_only
+from post_training.training.loss import LossSums, can_compile_loss, loss_and_gradient, loss_only
 from post_training.training.model import Segments, TrainableModel
 from post_training.training.optim import Masters, OptimSettings, clip_gradients, create_optimizer, learning_rate
 
@@ -78,11 +78,9 @@ class Trainer:
         self.settings = settings
         self.step = 0
         self.masters = Masters(model.adapter_parameters())
-        self._optimizer = create_optimizer(settings, self.masters)
+        self._optimizer = create_optimizer(settings, self.masters, fused=model.computation.kernels != "plain")
         self._should_stop = should_stop
-        head = model.head_weight()
-        if head is not None and model.computation.kernels == "compiled":
-            compile_loss(head)
+        self._compiled_loss = can_compile_loss(model)
 
     def train_step(self, batches: Sequence[FlatBatch]) -> StepResult:
         """One update from all micro-batches together.
@@ -155,7 +153,7 @@ class Trainer:
 
     def _backward(self, batch: FlatBatch, weight_sum: float) -> LossSums:
         hidden, targets, weights = self._supervised(batch)
-        sums = loss_and_gradient(self.model, hidden, targets, weights, weight_sum)
+        sums = loss_and_gradient(self.model, hidden, targets, weights, weight_sum, compiled=self._compiled_loss)
         self.masters.collect_gradients()
         return sums
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from concurrent.futures import Future, wait
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -60,8 +61,9 @@ class Announcer:
 
     def expect(self, seconds: float) -> None:
         """The next checkpoint is due in about so many seconds."""
-        if seconds < AHEAD_SECONDS:
-            self._verifier.prepare()
+        if seconds < AHEAD_SECONDS and self._pending is None:
+            with suppress(OSError):  # it is tried again when it is needed
+                self._verifier.prepare()
         elif seconds > IDLE_SECONDS and self._pending is None and self._verifier.started:
             self._verifier.rest()
 

@@ -111,7 +111,12 @@ class JobLoop:
         self._report.progress.total_steps = total
         self._lease.update(
             progress=self._report.progress,
-            resources={"device": device, "threads": threads, "dtype": config.dtype or "bf16", "kernels": kernels},
+            resources={
+                "device": device,
+                "threads": threads,
+                "dtype": config.dtype or "bf16",
+                "kernels": model.computation.kernels,
+            },
             report={
                 **estimates(self._lease.store.database, self._spec, report, device.partition(":")[0]),
                 "trainable_parameters": trainable,

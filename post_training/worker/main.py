@@ -80,20 +80,21 @@ def attempt(lease: Lease, home: Path, device: str | None = None, free: FreeBytes
     Raises:
         LeaseLost: the job is another's, or the store could not be reached while the lease held.
     """
+    fit = True
     try:
         try:
             clean(lease, home)
             hold_reserve(checkpoints_root(home, lease.job_uuid))
             _run(lease, home, device, free)
-            return True
         except (Interrupted, LeaseLost):
             raise
         except Exception as error:
-            _fail(lease, home, error)
             known = _known(error)
-            return known is not None and not isinstance(known, OutOfMemory)
+            fit = known is not None and not isinstance(known, OutOfMemory)
+            _fail(lease, home, error)
     except Interrupted:
-        return _store_interruption(lease, home)
+        fit = _store_interruption(lease, home) and fit
+    return fit
 
 
 def _run(lease: Lease, home: Path, device: str | None, free: FreeBytes) -> None:

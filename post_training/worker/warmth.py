@@ -91,9 +91,11 @@ def _import(model_module: str) -> None:
 
 def _forget_job() -> None:
     """Give back what the job took and leave its log."""
+    wait_for_imports()
     if (torch := sys.modules.get("torch")) is not None and torch.cuda.is_initialized():
         torch.cuda.empty_cache()
-        torch.cuda.reset_peak_memory_stats()
+        for device in range(torch.cuda.device_count()):
+            torch.cuda.reset_peak_memory_stats(device)
     return_memory()
     _reset_peak()
     _send_output_to(os.devnull)

@@ -84,12 +84,10 @@ class Padding:
     def apply(self, batch: Segments) -> Segments:
         if not self.tokens:
             return batch
-        more = torch.arange(self.tokens, device=batch.positions.device)
-        return Segments(
-            torch.cat((batch.tokens, batch.tokens.new_zeros(self.tokens))),
-            torch.cat((batch.positions, more)),
-            (*batch.lengths, self.tokens),
-        )
+        # All at position 0: there may be more of them than the model has positions.
+        nothing = batch.tokens.new_zeros(self.tokens)
+        tokens, positions = torch.cat((batch.tokens, nothing)), torch.cat((batch.positions, nothing))
+        return Segments(tokens, positions, (*batch.lengths, self.tokens))
 
 
 @dataclass(frozen=True)

@@ -58,6 +58,8 @@ class FusedProjection:
     """
 
     def __init__(self, layers: Sequence[FusibleLinear], orders: Sequence[Tensor | None]) -> None:
+        device = cast(Tensor, layers[0].weight).device
+        orders = [order if order is None else order.to(device) for order in orders]
         weights = [_ordered(cast(Tensor, layer.weight).detach(), o) for layer, o in zip(layers, orders, strict=True)]
         self.weight = torch.cat(weights)
         self.bias = _joined_bias(layers, orders)

@@ -53,6 +53,8 @@ class Lines:
 
     def __init__(self, descriptor: int) -> None:
         self._descriptor = descriptor
+        self._poll = select.poll()  # select() ends at descriptor 1023, and a server may have more
+        self._poll.register(descriptor, select.POLLIN)
         self._rest = b""
         self.ended = False
 
@@ -60,8 +62,8 @@ class Lines:
         """The next line; None where none came in so many seconds (None: ever) or the pipe has ended."""
         deadline = None if timeout is None else time.monotonic() + timeout
         while b"\n" not in self._rest:
-            left = None if deadline is None else max(0.0, deadline - time.monotonic())
-            if self.ended or not select.select([self._descriptor], [], [], left)[0]:
+            left = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1000
+            if self.ended or not self._poll.poll(left):
                 return None
             chunk = os.read(self._descriptor, _CHUNK)
             self.ended = not chunk
