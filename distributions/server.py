@@ -91,7 +91,9 @@ def serve(
     specs: Sequence[ProviderSpec] = BUILT_IN,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
-    """Serve until SIGTERM or SIGINT. Checks everything that can be checked before anything is written.
+    """Serve until SIGTERM or SIGINT, which are ignored from then on: what is left is to exit.
+
+    Checks everything that can be checked before anything is written.
 
     Args:
         host, port: in place of those in the run.yaml; port 0 takes any free one.
@@ -176,7 +178,8 @@ class _Server(uvicorn.Server):
             yield
         finally:
             for number, handler in before.items():
-                signal.signal(number, handler)
+                # All is saved, and an impatient second signal must not make a failure of the exit.
+                signal.signal(number, signal.SIG_IGN if self.should_exit else handler)
 
 
 async def _serve(
