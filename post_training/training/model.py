@@ -98,7 +98,7 @@ class TrainableModel(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """The whole network, for `train()` / `eval()` and memory counts."""
+        """The network, for `train()` and `eval()`; a fast form may hold its weights elsewhere."""
         ...
 
     def adapter_parameters(self) -> dict[str, nn.Parameter]:
