@@ -6,9 +6,10 @@ Which tokens are answers follows from rendering the conversation message by mess
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +25,7 @@ from post_training.data.types import Conversation, Example, Message, TokenizedRo
 # interpreter and tokenizer then find the processor's caches full of the other's memory.
 _CHUNK_ROWS = 256
 _CHUNK_CHARACTERS = 2**18
+_T = TypeVar("_T")
 
 
 class ChatTokenizer:
@@ -127,9 +129,12 @@ class ChatTokenizer:
             ModelInvalid: the model has no chat template.
         """
         rendered = (self._renderer.render_row(example, train_on_input) for example in examples)
-        for chunk in _chunks(rendered):
-            encodings = [self._encode_row(row) for row in chunk]
-            yield from map(self._weighted, chunk, encodings)
+        with ThreadPoolExecutor(1, thread_name_prefix="tokenizer") as pool:
+            # The tokenizer does not hold the interpreter's lock: a run of rows is tokenized while the next is rendered.
+            for chunk, encodings in _one_ahead(
+                (rows, pool.submit(self._encode_rows, rows)) for rows in _chunks(rendered)
+            ):
+                yield from map(self._weighted, chunk, encodings.result())
 
     def has_control_text(self, example: Example) -> bool:
         """Whether the row's own text holds the text of a control token, which becomes that token."""
@@ -157,6 +162,12 @@ class ChatTokenizer:
             return self._tokenizer.encode(text, add_special_tokens=False)
         except (TypeError, UnicodeEncodeError):
             raise InvalidField("the text holds an unpaired surrogate, which is not text", param="messages") from None
+
+    def _encode_rows(self, rows: list[RenderedRow]) -> list[Encoding]:
+        try:
+            return self._tokenizer.encode_batch([row.text for row in rows], add_special_tokens=False)
+        except (TypeError, UnicodeEncodeError):  # of one of them: which one?
+            return [self._encode_row(row) for row in rows]
 
     def _encode_row(self, row: RenderedRow) -> Encoding:
         try:
@@ -244,6 +255,19 @@ def _chunks(rows: Iterable[RenderedRow]) -> Iterator[list[RenderedRow]]:
         yield chunk
         raise
     yield chunk
+
+
+def _one_ahead(items: Iterable[_T]) -> Iterator[_T]:
+    """The items, each once the next one is begun; those before an error come before it."""
+    begun: list[_T] = []
+    try:
+        for item in items:
+            yield from begun
+            begun = [item]
+    except DataInvalid:
+        yield from begun
+        raise
+    yield from begun
 
 
 def truncate(row: TokenizedRow, max_seq_len: int) -> TokenizedRow:
