@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pytest
@@ -226,3 +226,22 @@ def test_a_stream_far_longer_than_the_context_is_filled_up(models, tmp_path):
     expected, _ = loss_and_gradients(loaded(tmp_path, "plain", OPTIONS["all layers"]), rows)
     sums, _ = loss_and_gradients(loaded(tmp_path, "fused", OPTIONS["all layers"]), rows)
     assert sums.loss == pytest.approx(expected.loss, rel=BOUND)
+
+
+@pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the system does not list mapped files under /proc")
+@pytest.mark.parametrize("dtype", ["bf16", "fp32"])
+@pytest.mark.parametrize("case", MODELS)
+def test_a_model_whose_layers_are_joined_leaves_the_file_of_its_weights(
+    models: dict[str, Path], case: str, dtype: Literal["bf16", "fp32"]
+):
+    """Or each weight would lie in memory twice: in the mapped file, and joined."""
+
+    def mapped() -> bool:
+        return str(models[case]) in Path("/proc/self/maps").read_text()
+
+    plain = load_model(ModelConfig(models[case], LoraSettings(4, 8), dtype=dtype, kernels="plain"))
+    assert mapped(), "the test sees no mapping where there is one"
+    del plain
+    fused = load_model(ModelConfig(models[case], LoraSettings(4, 8), dtype=dtype, kernels="fused"))
+    assert not mapped()
+    assert all(parameter.isfinite().all() for parameter in fused.module.parameters())

@@ -13,6 +13,7 @@ residual addition is part of the norm after it, so a layer hands on a sum that i
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -45,7 +46,7 @@ class Norm:
 
     @classmethod
     def of(cls, module: nn.Module, gemma: bool, kernels: Kernels) -> Norm:
-        scale = cast(Tensor, module.scale).detach().float()
+        scale = cast(Tensor, module.scale).detach().to(torch.float32, copy=True)
         # Gemma stores how much its scales differ from one.
         return cls(1 + scale if gemma else scale, cast(float, module.eps), kernels)
 
@@ -190,8 +191,11 @@ class FusedDecoder:
         self._norm = Norm.of(cast(nn.Module, module.norm), architecture.family == "gemma", kernels)
         self._heads = heads_of(architecture, joined=isinstance(self._layers[0].qkv, FusedProjection))
         self._cos, self._sin = _angles(cast(Any, module.layers)[0].attn.pos_embeddings, architecture)
-        fused = [p for layer in self._layers for p in layer.products if isinstance(p, FusedProjection)]
+        products = [product for layer in self._layers for product in layer.products]
+        fused = [product for product in products if isinstance(product, FusedProjection)]
         self._copies = [copy for product in fused for copy in product.copies()]
+        if len(fused) == len(products):
+            _leave_files(module, fused)
 
     def hidden_states(self, segments: Segments, checkpointing: bool, dropout: bool) -> Tensor:
         """Final hidden states after the last norm, [T, D]."""
@@ -220,6 +224,18 @@ class FusedDecoder:
         rows = [p.detach() if order is None else p[order] for p, order in zip(parameters, orders, strict=True)]
         foreach: Any = torch  # these two are public in all but name: PyTorch's optimizers are made of them
         foreach._foreach_copy_(list(copies), foreach._foreach_mul(rows, list(factors)))
+
+
+def _leave_files(module: nn.Module, fused: Sequence[FusedProjection]) -> None:
+    """Give the weights that are not joined memory of their own.
+
+    Loaded weights are parts of a mapped file, which stays in memory as long as one of them does; the joined weights'
+    originals, nearly all of it, are of no use any more.
+    """
+    joined = {product.weight.untyped_storage().data_ptr() for product in fused}
+    for parameter in module.parameters():
+        if not parameter.requires_grad and parameter.untyped_storage().data_ptr() not in joined:
+            parameter.data = parameter.data.clone()
 
 
 def heads_of(a: Architecture, joined: bool) -> Heads:
