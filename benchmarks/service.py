@@ -22,6 +22,7 @@ from apis.post_training.models import JobEventKind
 from benchmarks.cases import OURS, Order, Settings
 from benchmarks.checkpoint_cost import Cost, epoch_costs, inside_costs, undisturbed
 from benchmarks.generation import compare_generation
+from benchmarks.preflights import ROWS, preflight_seconds
 from benchmarks.processes import measure, prepare
 from benchmarks.report import publish, table
 from benchmarks.stack import (
@@ -127,6 +128,14 @@ def _compiling(bench: Bench) -> list[list[str]]:
         return rows
 
 
+def preflights(bench: Bench) -> str:
+    with running(bench.home, bench.threads, bench.log) as stack:
+        first, again, tokens = preflight_seconds(stack, bench.repeats)
+    rows = [["rows never seen", *_spread(first, "{:.2f}")], ["the same rows once more", *_spread(again, "{:.2f}")]]
+    header = [f"preflight of {ROWS:,} rows of {tokens:.0f} tokens, s", "median", "smallest", "largest"]
+    return table(header, rows)
+
+
 def call_latencies(bench: Bench) -> str:
     """While a job trains on every core."""
     with running(bench.home, bench.threads, bench.log) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
@@ -181,6 +190,7 @@ def generation(bench: Bench) -> str:
 
 PARTS: dict[str, Callable[[Bench], str]] = {
     "start": start,
+    "preflight": preflights,
     "first-step": first_steps,
     "latencies": call_latencies,
     "checkpoints": checkpoints,

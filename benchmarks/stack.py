@@ -67,13 +67,15 @@ def running(home: Path, threads: int, log: Path, **jobs: Any) -> Iterator[Stack]
         yield Stack(url, process.pid, time.perf_counter() - began, home, client)
 
 
-def request(job_uuid: str, *, epochs: int = 1, batch: int = 4, rank: int = 16, **training: Any) -> dict[str, Any]:
-    """A job over `DATASET` as the training benchmark trains: LoRA on all linear layers, bf16."""
+def request(
+    job_uuid: str, *, dataset: str = DATASET, epochs: int = 1, batch: int = 4, rank: int = 16, **training: Any
+) -> dict[str, Any]:
+    """A job over a data set as the training benchmark trains: LoRA on all linear layers, bf16."""
     config = {
         "n_epochs": epochs,
         "dtype": "bf16",
         **training,
-        "data_config": {"dataset_id": DATASET, "batch_size": batch, "shuffle": False, "max_seq_len": 512},
+        "data_config": {"dataset_id": dataset, "batch_size": batch, "shuffle": False, "max_seq_len": 512},
     }
     algorithm = {
         "type": "LoRA",
