@@ -7,13 +7,14 @@ computes is the same function. A layer of the decoder is
     x = h + w2(activation(w1(m)) * w3(m))                                         with m = mlp_norm(h)
 
 and here: q, k, v and gate, up are one product each (`fused_linear`), attention runs over the pairs of positions that
-see each other (`fused_attention`), and everything between products is one pass over memory (`fused_kernels`). The
-residual addition is part of the norm after it, so a layer hands on a sum that is still to be made: (h, y).
+see each other (`fused_attention`; on a CUDA device `varlen_attention`), and everything between products is one pass
+over memory (`fused_kernels`). The residual addition is part of the norm after it, so a layer hands on a sum that is
+still to be made: (h, y).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, cast
@@ -30,8 +31,11 @@ from providers.torchtune.convert import deinterleave
 from providers.torchtune.fused_attention import Layout, Padding, compile_attention, segment_attention
 from providers.torchtune.fused_kernels import Heads, Kernels
 from providers.torchtune.fused_linear import FusedProjection, PlainProjection, projection
+from providers.torchtune.varlen_attention import varlen_attention, varlen_fault
 
 Projection = FusedProjection | PlainProjection
+Attention = Callable[[Tensor], Tensor]
+"""Of one batch: [T, (K G + 2 K) dim], all heads of q, k and v, to [T, K G dim]."""
 
 TYPICAL_TOKENS = 1024
 
@@ -155,10 +159,10 @@ class FusedLayer:
     def products(self) -> tuple[Projection, ...]:
         return self.qkv, self.output, self.gate_up, self.down
 
-    def __call__(self, h: Tensor, y: Tensor | None, layout: Layout) -> tuple[Tensor, Tensor]:
+    def __call__(self, h: Tensor, y: Tensor | None, attend: Attention) -> tuple[Tensor, Tensor]:
         """The residual stream as (h, y), the sum of which is meant: [T, D] each."""
         h, x = self.attn_norm(h, y)
-        y = self.output(segment_attention(self.qkv(x), layout, self._kernels))
+        y = self.output(attend(self.qkv(x)))
         h, x = self.mlp_norm(h, y)
         return h, self._mlp(x)
 
@@ -183,13 +187,21 @@ class FusedDecoder:
 
     The module keeps its parameters: adapters are trained in it, in fp32, and the weights of its layers become views of
     the joined ones.
+
+    Attributes:
+        blocks_because: why attention is computed block by block, by products, and not by one kernel for all segments;
+            None where it is not.
     """
 
-    def __init__(self, module: shim.TransformerDecoder, architecture: Architecture, kernels: Kernels) -> None:
+    def __init__(
+        self, module: shim.TransformerDecoder, architecture: Architecture, kernels: Kernels, dtype: torch.dtype
+    ) -> None:
         self._module = module
         self._layers = [FusedLayer(layer, architecture, kernels) for layer in cast(Any, module.layers)]
         self._norm = Norm.of(cast(nn.Module, module.norm), architecture.family == "gemma", kernels)
+        self._kernels = kernels
         self._heads = heads_of(architecture, joined=isinstance(self._layers[0].qkv, FusedProjection))
+        self.blocks_because = varlen_fault(self._heads, dtype, cast(Any, module).tok_embeddings.weight.device)
         self._cos, self._sin = _angles(cast(Any, module.layers)[0].attn.pos_embeddings, architecture)
         products = [product for layer in self._layers for product in layer.products]
         fused = [product for product in products if isinstance(product, FusedProjection)]
@@ -203,17 +215,23 @@ class FusedDecoder:
         # Dropout draws a number for each input: more inputs, other numbers.
         padding = Padding(0) if dropout else Padding.of(len(segments.tokens))
         padded = padding.apply(segments)
-        layout = Layout.of(padded, self._cos, self._sin, self._heads, padding.tokens > 0)
+        attend = self._attention(padded, padding.tokens > 0)
         h: Tensor = self._module.tok_embeddings(padded.tokens)
         y: Tensor | None = None
         for layer in self._layers:
-            run = partial(layer, layout=layout)
+            run = partial(layer, attend=attend)
             if checkpointing and torch.is_grad_enabled():
                 # Only dropout draws numbers, and must draw the same ones when the layer is computed again.
                 h, y = checkpoint(run, h, y, use_reentrant=False, preserve_rng_state=dropout)
             else:
                 h, y = run(h, y)
         return self._norm(h, y)[1][: len(segments.tokens)]
+
+    def _attention(self, batch: Segments, padded: bool) -> Attention:
+        if self.blocks_because is None:
+            return varlen_attention(batch, self._cos, self._sin, self._heads, self._kernels)
+        layout = Layout.of(batch, self._cos, self._sin, self._heads, padded)
+        return partial(segment_attention, layout=layout, kernels=self._kernels)
 
     @torch.no_grad()
     def _copy_adapters(self) -> None:

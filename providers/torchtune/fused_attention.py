@@ -240,7 +240,7 @@ class _Sum:
 
 
 def compile_attention(kernels: Kernels, heads: Heads, dtype: torch.dtype, device: torch.device, tokens: int) -> None:
-    """Run every kernel of this file once at a typical size.
+    """Run every kernel of this file, and of `varlen_attention` where it may be used, once at a typical size.
 
     Each argument is a tensor of its own: of one tensor given twice the compiler would take that to be so always.
     """
@@ -257,7 +257,10 @@ def compile_attention(kernels: Kernels, heads: Heads, dtype: torch.dtype, device
     inverse, key_inverse = made(tokens, heads.query, of=int64), made(tokens, heads.kv, of=int64)
     q, d_q = (made(tokens * heads.query, dim) for _ in range(2))
     d_k, d_v = (made(tokens * heads.kv, dim) for _ in range(2))
-    kernels.split_heads(made(tokens, (heads.query + 2 * heads.kv) * dim), *angles(), order, key_order, heads)
+    width = (heads.query + 2 * heads.kv) * dim
+    kernels.split_heads(made(tokens, width), *angles(), order, key_order, heads)
+    if device.type == "cuda":
+        kernels.turn_heads(made(tokens, width), *angles(), heads)
     kernels.merge_heads(d_q, d_k, d_v, *angles(), inverse, key_inverse, heads)
     kernels.scatter_heads(q, inverse)
     kernels.gather_heads(made(tokens, heads.query * dim), order, heads)

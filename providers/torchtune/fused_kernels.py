@@ -150,6 +150,15 @@ def merge_heads(
 
 
 @Kernel
+def turn_heads(qkv: Tensor, cos: Tensor, sin: Tensor, heads: Heads) -> Tensor:
+    """Rotate q and k by their positions where they are; arguments as `split_heads` has them. By -sin, its backward."""
+    width = heads.kv * heads.dim
+    q, k, v = qkv.split((heads.query * heads.dim, width, width), -1)
+    q, k = (_turn(x.unflatten(-1, (-1, heads.dim)), cos, sin, heads.pairs).flatten(1) for x in (q, k))
+    return torch.cat((q, k, v), -1)
+
+
+@Kernel
 def gather_heads(x: Tensor, order: Tensor, heads: Heads) -> Tensor:
     """[T, K G dim] to rows in an order, [T K G, dim]."""
     return x.view(-1, heads.dim)[order]
@@ -202,6 +211,7 @@ class Kernels:
         self.gate = (gelu_gate if gelu else silu_gate).form(compiled)
         self.gate_backward = (gelu_gate_backward if gelu else silu_gate_backward).form(compiled)
         self.split_heads, self.merge_heads = split_heads.form(compiled), merge_heads.form(compiled)
+        self.turn_heads = turn_heads.form(compiled)
         self.gather_heads, self.scatter_heads = gather_heads.form(compiled), scatter_heads.form(compiled)
         self.causal_softmax = causal_softmax.form(compiled)
         self.softmax_backward = softmax_backward.form(compiled)

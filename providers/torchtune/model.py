@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
@@ -53,7 +54,12 @@ class TorchtuneModel:
         self._shape = shape
         self._checkpointing = config.activation_checkpointing
         self._computation, kernels = _computation(architecture, config)
-        self._fused = FusedDecoder(module, architecture, kernels) if kernels is not None else None
+        self._fused = None
+        if kernels is not None:
+            self._fused = FusedDecoder(module, architecture, kernels, TORCH_DTYPES[config.dtype])
+            if self.device.type == "cuda" and (reason := self._fused.blocks_because) is not None:
+                remark = f"attention is computed block by block: {reason}"
+                self._computation = replace(self._computation, remarks=(*self._computation.remarks, remark))
 
     @property
     def device(self) -> torch.device:
