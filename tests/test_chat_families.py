@@ -212,6 +212,51 @@ def test_a_message_of_a_role_that_the_template_leaves_out_is_refused():
         model("phi3").ours.encode_example(Conversation(0, talk))
 
 
+def calling(content: str | None, *cities: str) -> Message:
+    function = CALL["function"]
+    calls = [{**CALL, "function": {**function, "arguments": {"city": city}}} for city in cities]
+    return {"role": "assistant", "content": content or "", "tool_calls": calls}
+
+
+@pytest.mark.parametrize("tools", [None, [TOOL]])
+def test_a_call_that_the_template_leaves_out_is_refused_also_where_its_name_stands_elsewhere(tools: Any):
+    """gpt-oss writes only the first call of a message."""
+    ours = model("gptoss").ours
+    one, two = [FIRST, calling(None, "Paris")], [FIRST, calling(None, "Paris", "Rome")]
+    assert ours.encode_example(Conversation(0, one, tools)).supervised > 0
+    with pytest.raises(DataInvalid, match=r"row 1: .* drops the call of 'get_weather' in message 1"):
+        ours.encode_example(Conversation(1, two, tools))
+    assert model("qwen2_5").ours.encode_example(Conversation(1, two, tools)).supervised > 0
+
+
+@pytest.mark.parametrize("name", ["llama3_1", "llama3_2"])
+@pytest.mark.parametrize("content", ["Look it up.", FIRST["content"]])
+def test_text_beside_calls_that_the_template_leaves_out_is_refused_with_its_own_remedy(name: str, content: str):
+    """Also where the same text stands elsewhere, here in the question."""
+    with pytest.raises(DataInvalid, match=r"drops the text of message 1, which has calls: leave it out, or"):
+        model(name).ours.encode_example(Conversation(0, [FIRST, calling(content, "Paris")], [TOOL]))
+
+
+def test_a_template_that_leaves_calls_out_is_found_though_it_lists_the_tools(tmp_path: Path):
+    listing = "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{# tool_calls #}"
+    family = Family("listing", listing + GLM, ("<|user|>", "<|assistant|>"), "", "<|user|>")
+    tokenizer = ChatTokenizer.from_dir(build(family, tmp_path))
+    assert tokenizer.encode_example(Conversation(0, ONE, [TOOL])).supervised > 0
+    with pytest.raises(DataInvalid, match="drops the call of 'get_weather' in message 1: give it as content"):
+        tokenizer.encode_example(Conversation(0, [FIRST, calling("Hm.", "Paris")], [TOOL]))
+
+
+@pytest.mark.parametrize("name", ["qwen2_5", "smollm2"])
+def test_a_conversation_that_begins_with_the_assistant_is_refused_with_the_remedy(name: str, request: Any):
+    ours = ChatTokenizer.from_dir(request.getfixturevalue(name)) if name == "smollm2" else model(name).ours
+    talk = [{"role": "assistant", "content": "Hello."}, *ONE]
+    with pytest.raises(DataInvalid, match=r"row 4.*begins with the assistant.* or give it weight 0"):
+        ours.encode_example(Conversation(4, talk))
+    kept = ours.encode_example(Conversation(4, [{**talk[0], "weight": 0}, *ONE]))
+    runs = [run["text"] for run in ours.segments(kept, 10**9) if run["supervised"]]
+    assert runs == [ANSWERS[0] + "<|im_end|>"]
+
+
 def test_tools_that_the_template_never_writes_are_refused(tmp_path: Path):
     family = Family("silent", "{% if tools %}{% endif %}" + GLM, ("<|user|>", "<|assistant|>"), "", "")
     tokenizer = ChatTokenizer.from_dir(build(Family(**{**vars(family), "eos": "<|user|>"}), tmp_path))

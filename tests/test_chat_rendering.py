@@ -378,6 +378,28 @@ def test_a_data_set_without_a_supervised_token_is_refused(tokenizers: dict[str, 
         tokenize_dataset(_rows("b", "c"), tokenizers["chatml"], None, train_on_input=False, max_seq_len=8)
 
 
+@pytest.mark.parametrize(
+    ("faults", "first"),
+    [
+        ({5: "\ud800", 300: None}, "row 5: the text holds an unpaired surrogate"),
+        ({255: "\ud800", 256: None}, "row 255: the text holds an unpaired surrogate"),
+        ({5: None, 300: "\ud800"}, "row 5, /completion"),
+        ({256: None, 300: "\ud800"}, "row 256, /completion"),
+    ],
+)
+def test_of_two_faulty_rows_the_first_is_named_whatever_its_fault(
+    tokenizers: dict[str, ChatTokenizer], faults: dict[int, Any], first: str
+):
+    """Rows are rendered ahead of the tokenizer, which meets what is no text only later."""
+    rows: list[dict[str, Any]] = _rows(*["b"] * 600)
+    for number, answer in faults.items():
+        rows[number]["completion"] = answer
+    with pytest.raises(DataInvalid) as caught:
+        tokenize_dataset(rows, tokenizers["chatml"], None, train_on_input=False, max_seq_len=64)
+    assert first in caught.value.message
+    assert caught.value.row == min(faults)
+
+
 @cache
 def _files(folder: Path) -> tuple[tuple[str, bytes], ...]:
     return tuple((path.name, path.read_bytes()) for path in folder.iterdir() if path.name != "chat_template.jinja")

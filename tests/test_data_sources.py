@@ -8,6 +8,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import textwrap
@@ -112,6 +113,9 @@ def test_csv_written_by_the_standard_writer_reads_back(rows: list[dict[str, str]
         ("a.jsonl", JSONL + b"[1]\n", 2, "must be a JSON object, found an array"),
         ("a.jsonl", b'{"a": "\xff"}\n', 0, "is not UTF-8 (byte 7 of the line)"),
         ("a.jsonl", b'{"a": NaN}\n', 0, "NaN is not JSON"),
+        ("a.jsonl", b'{"a": 1}\n{"a": [-1e999]}\n', 1, "-1e999 is too large for a number: write it as a string"),
+        ("a.json", b'[{"a": 1e999}]', None, "1e999 is too large for a number"),
+        ("a.jsonl", b'{"a": ' + b"7" * 5000 + b"}\n", 0, "77777777777777777777… (5000 characters) is too long"),
         ("a.jsonl", b'{"a": "\\ud800"}\n', 0, "unpaired surrogate"),
         ("a.jsonl", b'{"a": ' + b"[" * 100_000 + b"]" * 100_000 + b"}\n", 0, "nested too deeply"),
         ("a.json", b'[{"a": 1}, 7]', 1, "must be a JSON object, found a number"),
@@ -262,6 +266,20 @@ def test_a_json_array_too_large_to_read_at_once_is_refused_with_the_remedy(
     assert read_file(tmp_path, "lines.json", JSONL * 2) == ROWS * 2
 
 
+def test_a_row_too_long_to_read_at_once_is_refused_by_its_number_before_it_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("post_training.data.records.MAX_ROW_BYTES", 100)
+    long = b'{"a": "' + b"x" * 200 + b'"}\n'
+    for name in ("a.jsonl", "a.json"):
+        with pytest.raises(DataInvalid, match=r"row 2: is longer than 100 bytes: shorten it, or make several of it"):
+            read_file(tmp_path, name, JSONL + long)
+    for content in (b"a,b\n1,2\n" + b"x" * 200 + b",2\n", b'a,b\n1,2\n"' + b"x\n" * 100 + b'",2\n'):
+        with pytest.raises(DataInvalid, match=r"row 1: is not valid CSV: .*(longer|larger) than"):
+            read_file(tmp_path, "a.csv", content)
+    assert read_file(tmp_path, "fits.jsonl", b'{"a": "' + b"x" * 90 + b'"}\n') == [{"a": "x" * 90}]
+
+
 def test_a_row_too_deep_for_an_answer_is_refused(tmp_path: Path):
     for name, row in (("list", "[" * 300 + "]" * 300), ("object", '{"b":' * 300 + "1" + "}" * 300)):
         with pytest.raises(DataInvalid, match="row 1: is nested too deeply"):
@@ -404,6 +422,24 @@ def test_a_parquet_value_without_a_json_form_names_its_row(tmp_path: Path, value
     error = refusal("a.parquet", allowed_roots=[str(tmp_path)])
     assert isinstance(error, DataInvalid)
     assert reason in error.message
+
+
+def test_a_parquet_value_that_cannot_be_read_names_its_row_and_column(tmp_path: Path):
+    torn = pyarrow.Array.from_buffers(
+        pyarrow.string(), 2, pyarrow.array([b"ok", b"\xff\xfe"], pyarrow.binary()).buffers()
+    )
+    late = pyarrow.array([0, 2**60], pyarrow.timestamp("us"))  # far beyond the year 9999
+    for column in (torn, late):
+        pyarrow.parquet.write_table(pyarrow.table({"n": [0, 1], "a": column}), tmp_path / "a.parquet")
+        error = refusal("a.parquet", allowed_roots=[str(tmp_path)])
+        assert isinstance(error, DataInvalid)
+        assert "row 1, /a: has a value that cannot be read" in error.message
+
+
+def test_two_parquet_columns_of_one_name_are_refused(tmp_path: Path):
+    table = pyarrow.Table.from_arrays([pyarrow.array([1]), pyarrow.array([2])], names=["a", "a"])
+    pyarrow.parquet.write_table(table, tmp_path / "a.parquet")
+    assert "two columns 'a'" in refusal("a.parquet", allowed_roots=[str(tmp_path)]).message
 
 
 def test_a_broken_parquet_file_is_the_datas_fault(tmp_path: Path):

@@ -103,6 +103,16 @@ def test_an_adapted_output_layer_gets_the_losses_and_gradients_of_the_plain_path
     assert_same(models[UNTIED[0]], LoraSettings(4, 8, output=True))
 
 
+@pytest.mark.parametrize("kernels", ["plain", "fused"])
+def test_the_output_layer_alone_can_be_trained(models, kernels: KernelForm):
+    """Nothing below it has a gradient; what it gets is the gradient it has among others."""
+    alone = LoraSettings(4, 8, attn_modules=(), mlp=False, output=True)
+    sums, gradients = loss_and_gradients(loaded(models[UNTIED[0]], kernels, alone), batch())
+    assert sums.tokens > 0
+    assert sorted(gradients) == ["output.lora_a.weight", "output.lora_b.weight"]
+    assert all(gradient.norm() > 0 for gradient in gradients.values())
+
+
 def test_activation_checkpointing_changes_no_loss_and_no_gradient(models):
     assert_same(models["llama_tied"], OPTIONS["dropout"], activation_checkpointing=True)
 

@@ -20,7 +20,7 @@ from post_training.data.batching import flatten
 from post_training.training.model import LoraSettings, ModelConfig
 from post_training.training.optim import OptimSettings, learning_rate
 from post_training.training.trainer import Trainer
-from post_training.worker import announcing
+from post_training.worker import announcing, job_loop
 from post_training.worker.resume import Cursor
 from post_training.worker.saving import Snapshot, write_checkpoint
 from post_training.worker.setup import optim_settings
@@ -309,6 +309,29 @@ def test_steps_that_are_not_finite_are_counted_and_ten_in_a_row_fail_the_job(
     assert [step["loss"] for step in nine.series[1:10]] == [None] * 9
     ten = bench.run(bench.submit("ten", _some_overflow(12, range(1, 11)), **options))
     assert (ten.status, ten.error, ten.progress["skipped_steps"]) == ("failed", "non_finite_loss", 10)
+
+
+def test_an_epoch_without_a_finite_step_says_that_and_the_remedy(
+    tmp_path: Path, chat_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = _bench(tmp_path, chat_base, monkeypatch)
+    options: dict[str, Any] = {"n_epochs": 5, "data_config": {"batch_size": 1, "shuffle": False}}
+    outcome = bench.run(bench.submit("all", _some_overflow(3, range(3)), **options))
+    assert (outcome.status, outcome.error, outcome.progress["skipped_steps"]) == ("failed", "non_finite_loss", 3)
+
+
+def test_the_count_in_a_row_goes_on_over_an_epochs_end(
+    tmp_path: Path, chat_base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    bench = _bench(tmp_path, chat_base, monkeypatch)
+    monkeypatch.setattr(job_loop, "MAX_SKIPPED_IN_A_ROW", 4)
+    # The end of the first epoch and the beginning of the second are three in a row, then four.
+    options: dict[str, Any] = {"n_epochs": 2, "data_config": {"batch_size": 1, "shuffle": False}}
+    three = bench.run(bench.submit("three", [*_some_overflow(4, range(2)), *_some_overflow(1, range(1))], **options))
+    assert (three.status, three.progress["skipped_steps"]) == ("completed", 6)
+    rows_of_four = [*_some_overflow(4, range(2)), *_some_overflow(2, range(2))]
+    four = bench.run(bench.submit("four", rows_of_four, **options))
+    assert (four.status, four.error, four.progress["skipped_steps"]) == ("failed", "non_finite_loss", 6)
 
 
 def test_the_count_in_a_row_survives_a_lost_worker(

@@ -96,6 +96,20 @@ def test_a_split_trains_on_the_rest_only_and_reports_both(base: Path, tmp_path: 
         assert 0 <= metrics["token_accuracy"] <= 1
 
 
+def test_a_validation_takes_the_first_rows_of_so_many_batches(base: Path, tmp_path: Path):
+    bench = Bench(tmp_path / "home", base)
+
+    def losses(name: str, held_out: int, **options: Any) -> list[float | None]:
+        spec = bench.submit(name, rows(4), rows(held_out), data_config={"batch_size": 2}, **options)
+        return [metrics["validation_loss"] for metrics in bench.run(spec).metrics if metrics is not None]
+
+    four = losses("four", 4)
+    assert len(four) == 2
+    assert losses("two-batches", 7, max_validation_steps=2) == four
+    assert losses("all", 7) != four
+    assert losses("more-than-there-are", 4, max_validation_steps=3) == four
+
+
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_validation_set_of_one_short_row_is_measured_whatever_the_batches(base: Path, tmp_path: Path, packed: bool):
     bench = Bench(tmp_path / "home", base)

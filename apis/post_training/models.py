@@ -201,7 +201,9 @@ class TrainingConfig(RequestModel):
         default=None, ge=1, description="Optimizer steps; null (or 0): the whole epoch"
     )
     gradient_accumulation_steps: int = Field(default=1, ge=1, le=65536)
-    max_validation_steps: int | None = Field(default=None, ge=1, description="Batches; null (or 0): all of them")
+    max_validation_steps: int | None = Field(
+        default=None, ge=1, description="Batches of a validation, where the job has one; null (or 0): all"
+    )
     data_config: DataConfig | None = None
     optimizer_config: OptimizerConfig = OptimizerConfig()
     efficiency_config: EfficiencyConfig = EfficiencyConfig()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from apis.errors import InvalidField
@@ -35,43 +35,92 @@ class ControlTokens:
 
 
 class PartsCheck:
-    """Whether all parts of a conversation reach its rendering by one template, `render`."""
+    """Whether all parts of a conversation reach its rendering by one template, `render`.
+
+    Text that is looked for may stand elsewhere by chance, such as a call's name in the list of tools. So a part is
+    changed, and the rendering must change with it: once for each place, since what a template leaves out follows from
+    where it stands.
+    """
 
     def __init__(self, render: Render) -> None:
         self._render = render
-        self._shown: set[tuple[tuple[str, ...], int]] = set()
+        self._shown: set[tuple[Any, ...]] = set()
 
     def check(self, conversation: Conversation, text: str) -> None:
-        """Refuse a conversation of which the template leaves something out: a tool, a call, a whole message.
+        """Refuse a conversation of which the template leaves something out: a tool, a call, the text of a message.
 
         Raises:
             InvalidField: naming what is missing from `text`, the conversation's rendering.
         """
-        for tool in conversation.tools or ():
-            if (name := tool["function"]["name"]) not in text:
+        forms = [_form(message) for message in conversation.messages]
+        for number, tool in enumerate(conversation.tools or ()):
+            if not self._tool_is_shown(conversation, number, text, (forms[0], forms[-1])):
+                name = tool["function"]["name"]
                 raise InvalidField(f"the model's chat template drops the tool {name!r}; leave it out", param="tools")
-        for i, message in enumerate(conversation.messages):
-            for call in message.get("tool_calls", ()):
-                if call["function"]["name"] not in text:
-                    raise _dropped(f"the call of {call['function']['name']!r} in message {i}", "give it as content")
-            if message.get("content") and not self._is_shown(conversation, i, text):
-                role = message["role"]
-                remedy = "put its text into the user message" if role == "system" else "it knows no such role"
-                raise _dropped(f"message {i}, of role {role!r}", remedy)
+        for i in range(len(forms)):
+            self._check_message(conversation, i, text, (*forms[max(0, i - 1) : i + 2], min(i, 2), len(forms) - i == 1))
 
-    def _is_shown(self, conversation: Conversation, i: int, text: str) -> bool:
+    def _check_message(self, conversation: Conversation, i: int, text: str, place: tuple[Any, ...]) -> None:
         message = conversation.messages[i]
-        if message["role"] in ("user", "assistant") and message["content"].strip() in text:
+        calls = message.get("tool_calls", ())
+        place = (*place, bool(conversation.tools))
+        for number, call in enumerate(calls):
+            changed = {**message, "tool_calls": _with_another(calls, number)}
+            if not self._is_shown(conversation, i, changed, text, ("call", number, *place)):
+                remedy = "give each call a message of its own" if number else "give it as content"
+                raise _dropped(f"the call of {call['function']['name']!r} in message {i}", remedy)
+        if content := message.get("content"):
+            spoken = message["role"] in ("user", "assistant")
+            changed = {**message, "content": content + "."}
+            place = ("content", spoken and content.strip() in text, *place)
+            if not self._is_shown(conversation, i, changed, text, place):
+                raise _dropped(*_lost_text(message, i))
+
+    def _is_shown(
+        self, conversation: Conversation, i: int, changed: Message, text: str, place: tuple[Any, ...]
+    ) -> bool:
+        messages = [*conversation.messages[:i], changed, *conversation.messages[i + 1 :]]
+        return self._differs(messages, conversation.tools, text, place)
+
+    def _tool_is_shown(self, conversation: Conversation, number: int, text: str, place: tuple[Any, ...]) -> bool:
+        tools = conversation.tools or []
+        place = ("tool", number, tools[number]["function"]["name"] in text, *place)
+        return self._differs(conversation.messages, _with_another(tools, number), text, place)
+
+    def _differs(
+        self, messages: list[Message], tools: list[dict[str, Any]] | None, text: str, place: tuple[Any, ...]
+    ) -> bool:
+        if place in self._shown:
             return True
-        # Short content may stand elsewhere in the text by chance, so other roles are tried out, once in each position.
-        place = tuple(each["role"] for each in conversation.messages), i
-        if place not in self._shown:
-            messages = list(conversation.messages)
-            messages[i] = {**message, "content": message["content"] + "."}
-            if self._render(messages, conversation.tools) == text:
+        try:
+            if self._render(messages, tools) == text:
                 return False
-            self._shown.add(place)
+        except InvalidField:  # what the template refuses it reads
+            pass
+        self._shown.add(place)
         return True
+
+
+def _form(message: Message) -> tuple[Any, ...]:
+    return message["role"], bool(message.get("content")), len(message.get("tool_calls", ()))
+
+
+def _with_another(functions: Sequence[dict[str, Any]], number: int) -> list[dict[str, Any]]:
+    """Tools, or calls, of which one has another name."""
+    changed = functions[number]
+    function = {**changed["function"], "name": changed["function"]["name"] + "_"}
+    return [*functions[:number], {**changed, "function": function}, *functions[number + 1 :]]
+
+
+def _lost_text(message: Message, i: int) -> tuple[str, str]:
+    """What of the message is lost, and what to do."""
+    role = message["role"]
+    if message.get("tool_calls"):
+        return f"the text of message {i}, which has calls", "leave it out, or give it a message of its own before them"
+    part = f"message {i}, of role {role!r}"
+    if role == "system":
+        return part, "put its text into the user message"
+    return part, "it knows no such role" if role not in ("user", "assistant") else "leave it out"
 
 
 def _dropped(part: str, remedy: str) -> InvalidField:

@@ -10,6 +10,10 @@ from post_training.data.chat_checks import ControlTokens, PartsCheck
 from post_training.data.types import Conversation, Example, Message, PlainText
 
 _EXCERPT = 60
+_BEGINS_WITH_ANSWER = (
+    "the conversation begins with the assistant, and the model's chat template cannot render the prompt of its first "
+    "message: put a user message before it, or give it weight 0"
+)
 
 
 class Render(Protocol):
@@ -87,14 +91,23 @@ class RowRenderer:
 
     def _span(self, conversation: Conversation, i: int, text: str, weight: float) -> Span:
         messages, tools = conversation.messages, conversation.tools
-        prompt = self._render(messages[:i], tools, add_generation_prompt=True)
+        prompt = self._prompt(messages[:i], tools)
         answered = text if i + 1 == len(messages) else self._render(messages[: i + 1], tools)
         if not text.startswith(answered):
             answered = self._without_closing(answered)
         for part in (prompt, answered):
             if not text.startswith(part):
-                raise DataInvalid(_mismatch(part, text), row=conversation.row, pointer=f"/messages/{i}")
+                reason = _mismatch(part, text) if i else _BEGINS_WITH_ANSWER
+                raise DataInvalid(reason, row=conversation.row, pointer=f"/messages/{i}")
         return Span(len(prompt), len(answered), float(weight))
+
+    def _prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None) -> str:
+        try:
+            return self._render(messages, tools, add_generation_prompt=True)
+        except InvalidField:
+            if messages:
+                raise
+            raise InvalidField(_BEGINS_WITH_ANSWER) from None
 
     def _without_closing(self, answered: str) -> str:
         """Phi-3 closes every rendering with EOS behind the turn's own end, and only where no more messages follow."""

@@ -6,6 +6,7 @@ import codecs
 import csv
 import io
 import json
+import math
 from collections.abc import Iterable, Iterator
 from typing import Any, BinaryIO, Literal, NoReturn
 
@@ -15,6 +16,8 @@ from apis.errors import DataInvalid
 
 RecordKind = Literal["jsonl", "json", "csv", "sniff"]
 MAX_ARRAY_BYTES = 64 * 2**20
+# A row is read as a whole, while nothing else of the process moves: of this size for a tenth of a second.
+MAX_ROW_BYTES = 16 * 2**20
 
 _BLANK = b" \t\r\n"
 
@@ -23,17 +26,18 @@ def parse_records(stream: BinaryIO, kind: RecordKind) -> Iterator[Row]:
     """Read rows from a seekable stream of UTF-8, a byte order mark allowed.
 
     `json` takes an array of objects, or JSON lines under that name; `sniff` tells JSON from CSV by the first character.
-    An array cannot be read row by row, so one of more than `MAX_ARRAY_BYTES` is refused.
+    An array cannot be read row by row, so one of more than `MAX_ARRAY_BYTES` is refused, as is a row of more than
+    `MAX_ROW_BYTES`.
 
     Raises:
         DataInvalid: with the 0-based row and the reason.
     """
     if kind == "jsonl":
-        return parse_json_lines(stream)
+        return parse_json_lines(_lines(stream))
     first = _first_character(stream)
     if kind == "csv" or (kind == "sniff" and first not in b"{["):
         return _csv(stream)
-    return _json_array(stream) if first == b"[" else parse_json_lines(stream)
+    return _json_array(stream) if first == b"[" else parse_json_lines(_lines(stream))
 
 
 def encode_rows(rows: Iterable[Row]) -> bytes:
@@ -52,7 +56,7 @@ def decode_value(text: str) -> Any:
         ValueError: with the reason and the column.
     """
     try:
-        value = json.loads(text, parse_constant=_refuse_constant)
+        value = json.loads(text, parse_constant=_refuse_constant, parse_float=_finite, parse_int=_integer)
     except RecursionError:
         raise ValueError("is nested too deeply") from None
     _check_nesting(text, value)
@@ -79,6 +83,23 @@ def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON: use null or a number")
 
 
+def _finite(digits: str) -> float:
+    if math.isinf(value := float(digits)):
+        raise ValueError(f"{_shortened(digits)} is too large for a number: write it as a string")
+    return value
+
+
+def _integer(digits: str) -> int:
+    try:
+        return int(digits)
+    except ValueError:  # Python reads no more than some thousands of digits
+        raise ValueError(f"{_shortened(digits)} is too long for a number: write it as a string") from None
+
+
+def _shortened(digits: str) -> str:
+    return digits if len(digits) <= 20 else f"{digits[:20]}… ({len(digits)} characters)"
+
+
 def encode_row(row: Row, number: int) -> bytes:
     """One row as a line of JSON; see `encode_rows`."""
     try:
@@ -95,6 +116,19 @@ def _first_character(stream: BinaryIO) -> bytes:
     head = stream.read(4096).removeprefix(codecs.BOM_UTF8)
     stream.seek(0)
     return head.lstrip(_BLANK)[:1]
+
+
+def _lines(stream: BinaryIO) -> Iterator[bytes]:
+    number = 0
+    while line := stream.readline(MAX_ROW_BYTES + 1):
+        if len(line) > MAX_ROW_BYTES:
+            raise too_long(number)
+        yield line
+        number += 1
+
+
+def too_long(number: int) -> DataInvalid:
+    return DataInvalid(f"is longer than {MAX_ROW_BYTES} bytes: shorten it, or make several of it", row=number)
 
 
 def _numbered(lines: Iterable[bytes]) -> Iterator[tuple[int, bytes]]:
@@ -156,11 +190,11 @@ def _json_array(stream: BinaryIO) -> Iterator[Row]:
 
 def _csv(stream: BinaryIO) -> Iterator[Row]:
     # The default limit of 131,072 characters a field is below what a long conversation needs.
-    csv.field_size_limit(2**31 - 1)
+    csv.field_size_limit(MAX_ROW_BYTES)
     text = io.TextIOWrapper(stream, encoding="utf-8-sig", newline="")
     number = -1
     try:
-        cells = csv.reader(text, strict=True)
+        cells = csv.reader(_text_lines(text), strict=True)
         header = _csv_header(next(cells, []))
         for record in cells:
             if not record:
@@ -173,6 +207,13 @@ def _csv(stream: BinaryIO) -> Iterator[Row]:
         raise DataInvalid(f"is not valid CSV: {error}", row=number + 1) from None
     finally:
         text.detach()
+
+
+def _text_lines(text: io.TextIOWrapper) -> Iterator[str]:
+    while line := text.readline(MAX_ROW_BYTES + 1):
+        if len(line) > MAX_ROW_BYTES:
+            raise csv.Error(f"a line is longer than {MAX_ROW_BYTES} characters")
+        yield line
 
 
 def _csv_header(header: list[str]) -> list[str]:

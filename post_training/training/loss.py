@@ -76,7 +76,8 @@ def loss_and_gradient(
         sums, gradient = _by_autograd(model.output, hidden.detach(), targets, weights, weight_sum)
     else:
         sums, gradient = _by_formula(head, compiled, hidden.detach(), targets, weights, weight_sum)
-    hidden.backward(gradient)
+    if hidden.requires_grad:  # else only the output layer is trained
+        hidden.backward(gradient)
     return sums
 
 

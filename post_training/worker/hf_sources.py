@@ -16,12 +16,12 @@ import os
 import re
 import sys
 from collections.abc import Iterator
-from typing import BinaryIO
+from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, unquote, urlsplit
 
 from apis.datasets.models import Row
 from apis.errors import DataInvalid, InvalidField, PostgradError
-from post_training.data.records import encode_row
+from post_training.data.records import MAX_ROW_BYTES, encode_row, too_long
 
 _PARAM = "source.uri"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -81,14 +81,38 @@ def read_parquet(stream: BinaryIO) -> Iterator[Row]:
 
     number = 0
     try:
-        for batch in pyarrow.parquet.ParquetFile(stream).iter_batches(batch_size=_PARQUET_ROWS):
-            for row in batch.to_pylist():
-                encode_row(row, number)  # what has no JSON form is named here, whoever reads
+        file = pyarrow.parquet.ParquetFile(stream)
+        _check_columns(file.schema_arrow.names)
+        for batch in file.iter_batches(batch_size=_PARQUET_ROWS):
+            for row in _converted(batch, number):
+                # What has no JSON form is named here, whoever reads.
+                if len(encode_row(row, number)) > MAX_ROW_BYTES:
+                    raise too_long(number)
                 yield row
                 number += 1
     except (pyarrow.ArrowException, OSError) as error:
         reason = (str(error) or type(error).__name__).splitlines()[0]
         raise DataInvalid(f"the Parquet file cannot be read after {number} rows: {reason}", param=_PARAM) from error
+
+
+def _check_columns(names: list[str]) -> None:
+    if repeated := next((name for name in names if names.count(name) > 1), None):
+        raise DataInvalid(f"the Parquet file has two columns {repeated!r}; column names must differ", param=_PARAM)
+
+
+def _converted(batch: Any, first: int) -> list[Row]:
+    """The rows of an Arrow batch, the first of them numbered `first`. Raises DataInvalid."""
+    try:
+        return batch.to_pylist()
+    except (ValueError, OverflowError):  # of one of its values: UTF-8 that is none, a date out of range
+        for column, values in zip(batch.schema.names, batch.columns, strict=True):
+            for offset, value in enumerate(values):
+                try:
+                    value.as_py()
+                except (ValueError, OverflowError) as error:
+                    reason = f"has a value that cannot be read: {error}"
+                    raise DataInvalid(reason, row=first + offset, pointer=f"/{column}") from None
+        raise
 
 
 def main(arguments: list[str] | None = None) -> int:

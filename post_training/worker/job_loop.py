@@ -205,7 +205,7 @@ class JobLoop:
             if cursor.position < len(plan) and self._timer.due(trainer.step):
                 self._save_inside(trainer, saver)
         if cursor.weight == 0.0:
-            raise NothingTrained(f"epoch {cursor.epoch} made no optimizer step with a finite loss and gradient")
+            raise _not_finite(f"every step of epoch {cursor.epoch}")
         metric = PostTrainingMetric(epoch=cursor.epoch, train_loss=cursor.loss / cursor.weight)
         if data.validation is not None:
             self._validate(trainer, data.validation, metric)
@@ -233,10 +233,7 @@ class JobLoop:
         self._rng = rng_tensors()  # a step that is interrupted may have drawn from the generators
         self._report.step(result, self._cursor.epoch, trainer.model.device)
         if self._cursor.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise NonFiniteLoss(
-                f"{MAX_SKIPPED_IN_A_ROW} steps in a row had a loss or gradient that is not finite, the last at step "
-                f"{result.step}; lower optimizer_config.lr or look at the data"
-            )
+            raise _not_finite(f"{MAX_SKIPPED_IN_A_ROW} steps in a row, the last of them step {result.step},")
 
     def _validate(self, trainer: Trainer, data: TokenizedDataset, metric: PostTrainingMetric) -> None:
         self._report.phase("validation")
@@ -296,3 +293,8 @@ class JobLoop:
         self._lease.finish(
             JobStatus.completed, "all epochs done", also=lambda session: catalog.mark_job_completed(session, job_uuid)
         )
+
+
+def _not_finite(steps: str) -> NonFiniteLoss:
+    remedy = "lower optimizer_config.lr or look at the data"
+    return NonFiniteLoss(f"{steps} had a loss or gradient that is not finite; {remedy}")
