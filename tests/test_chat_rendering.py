@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from datetime import datetime
 from functools import cache
 from pathlib import Path
@@ -12,6 +13,7 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, assume, given, settings
 from hypothesis import strategies as st
+from tokenizers import Tokenizer
 from transformers import AutoTokenizer
 
 from apis.errors import DataInvalid, InvalidField, ModelInvalid
@@ -376,6 +378,25 @@ def test_a_data_set_is_tokenized_with_a_report_of_what_happened(tokenizers: dict
 def test_a_data_set_without_a_supervised_token_is_refused(tokenizers: dict[str, ChatTokenizer]):
     with pytest.raises(DataInvalid, match="no supervised token: none of the 2 rows"):
         tokenize_dataset(_rows("b", "c"), tokenizers["chatml"], None, train_on_input=False, max_seq_len=8)
+
+
+def test_a_token_that_the_model_has_no_embedding_for_is_refused_with_its_row(folders: dict[str, Path], tmp_path: Path):
+    folder = shutil.copytree(folders["chatml"], tmp_path / "model")
+    tokenizer = Tokenizer.from_file(str(folder / "tokenizer.json"))
+    size = tokenizer.get_vocab_size()
+    (folder / "config.json").write_text(json.dumps({"vocab_size": size}))
+    rows = _rows("b", "b", "b")
+    rows[2]["completion"] = "b <|extra|>"
+    as_text = tokenize_dataset(rows, ChatTokenizer.from_dir(folder), None, False, 64)
+    assert len(as_text.rows) == 3
+    tokenizer.add_special_tokens(["<|extra|>"])
+    tokenizer.save(str(folder / "tokenizer.json"))
+    grown = ChatTokenizer.from_dir(folder)
+    with pytest.raises(DataInvalid, match=rf"row 2: .*'<\|extra\|>', number {size}, but the model knows {size} "):
+        tokenize_dataset(rows, grown, None, False, 64)
+    assert len(tokenize_dataset(rows[:2], grown, None, False, 64).rows) == 2
+    with pytest.raises(InvalidField, match="resize its embeddings"):
+        grown.encode_prompt([{"role": "user", "content": "<|extra|>"}])
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,9 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 from apis.errors import InvalidField, ModelInvalid, UnsupportedModel
-from apis.post_training.models import LoraFinetuningConfig
+from apis.post_training.models import LoraFinetuningConfig, TrainingConfig
+from post_training.data.planning import max_seq_len
+from post_training.jobs.spec import JobSpec, ModelRef, WorkerSettings
 from providers.torchtune.adapter_config import AdapterShape, adapter_config, check_adapter
 from providers.torchtune.architecture import RopeScaling
 from providers.torchtune.families import check_max_seq_len, describe
@@ -80,6 +82,18 @@ def test_absent_keys_mean_what_transformers_classes_say(changed, case):
     a, reference = describe(path), transformers.AutoConfig.from_pretrained(path)
     assert (a.norm_eps, a.context_length) == (reference.rms_norm_eps, reference.max_position_embeddings)
     assert a.rope_base == reference.rope_parameters["rope_theta"]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_rows_are_cut_within_the_context_also_where_the_config_does_not_tell_it(changed, case):
+    """Or a job would fail in the middle, on its first row that is longer than the provider takes."""
+    path = changed(case, max_position_embeddings=...)
+    model = ModelRef.model_construct(base_dir=str(path))
+    worker = WorkerSettings(model_module="m", default_max_seq_len=2**20)
+    spec = JobSpec.model_construct(training_config=TrainingConfig(), model=model, worker=worker)
+    longest = max_seq_len(spec)
+    check_max_seq_len(describe(path), longest)
+    assert longest >= 2048
 
 
 def test_gemma_without_a_tied_key_is_tied_as_in_transformers(changed):

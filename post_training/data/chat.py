@@ -26,6 +26,7 @@ from post_training.data.types import Conversation, Example, Message, TokenizedRo
 _CHUNK_ROWS = 256
 _CHUNK_CHARACTERS = 2**18
 _T = TypeVar("_T")
+_Ids = TypeVar("_Ids", list[int], NDArray[np.int32])
 
 
 class ChatTokenizer:
@@ -37,6 +38,7 @@ class ChatTokenizer:
         template: ChatTemplate | None,
         special_tokens: dict[str, str],
         eos_ids: frozenset[int] = frozenset(),
+        embeddings: int | None = None,
     ) -> None:
         tokenizer.no_truncation()
         tokenizer.no_padding()
@@ -53,6 +55,7 @@ class ChatTokenizer:
         self._ends_turn = self._lookup(special | known_stops)
         self._control = ControlTokens(added[index].content for index in sorted(special))
         self._renderer = RowRenderer(self.render, self._control, special_tokens.get("eos_token", ""))
+        self._embeddings = embeddings
         self.stop_ids = frozenset(known_stops | self._turn_end_ids())
 
     @classmethod
@@ -78,7 +81,9 @@ class ChatTokenizer:
         special_tokens = read_special_tokens(model_dir)
         sources = read_template_sources(model_dir)
         template = ChatTemplate(sources, special_tokens, now) if sources else None
-        return cls(tokenizer, template, special_tokens, _configured_eos_ids(model_dir))
+        size = read_json(model_dir / "config.json").get("vocab_size")
+        embeddings = size if isinstance(size, int) else None
+        return cls(tokenizer, template, special_tokens, _configured_eos_ids(model_dir), embeddings)
 
     @property
     def has_template(self) -> bool:
@@ -99,11 +104,11 @@ class ChatTokenizer:
 
     def encode_prompt(self, messages: list[Message], tools: list[dict[str, Any]] | None = None) -> list[int]:
         """Token ids up to where the assistant's answer begins. Raises as `render` does."""
-        return self._encode(self.render(messages, tools, add_generation_prompt=True)).ids
+        return self._known(self._encode(self.render(messages, tools, add_generation_prompt=True)).ids)
 
     def encode_text(self, text: str) -> list[int]:
         """Token ids of bare text, after the BOS token where the model has one. Raises InvalidField."""
-        return self._with_prefix(self._encode(text).ids)
+        return self._known(self._with_prefix(self._encode(text).ids))
 
     def decode(self, ids: list[int], skip_special_tokens: bool = True) -> str:
         return self._tokenizer.decode(ids, skip_special_tokens=skip_special_tokens)
@@ -183,7 +188,24 @@ class ChatTokenizer:
         else:
             ids, weights = self._conversation(row, encoding)
         weights[:1] = 0
-        return TokenizedRow(row.row, np.array(ids, dtype=np.int32), weights)
+        try:
+            return TokenizedRow(row.row, self._known(np.array(ids, dtype=np.int32)), weights)
+        except InvalidField as error:
+            raise DataInvalid(error.message, row=row.row) from error
+
+    def _known(self, ids: _Ids) -> _Ids:
+        """The same ids. Raises InvalidField where the model has no embedding for one of them."""
+        if self._embeddings is None or self.vocab_size <= self._embeddings:
+            return ids
+        unknown = next((index for index in ids if index >= self._embeddings), None)
+        if unknown is None:
+            return ids
+        raise InvalidField(
+            f"the text holds the token {self._tokenizer.id_to_token(int(unknown))!r}, number {unknown}, but the model "
+            f"knows {self._embeddings} (vocab_size in its config.json): take the tokenizer that belongs to the model, "
+            "or resize its embeddings and save it again",
+            param="messages",
+        )
 
     def _conversation(self, row: RenderedRow, encoding: Encoding) -> tuple[NDArray[np.int32], NDArray[np.float32]]:
         ids = np.array(encoding.ids, dtype=np.int32)
