@@ -114,7 +114,9 @@ def _by_formula(
         log_total, d_logits = kernel(logits, share)
         loss = log_total - wanted.squeeze(-1).float()
         # At the target it is p - 1 = e^-loss - 1: as a difference of rounded numbers little of it would be left.
-        d_logits.scatter_(-1, target[:, None], (torch.expm1(-loss) * share)[:, None].to(d_logits.dtype))
+        # (Not by scatter_, which on a CPU copies all of it first.)
+        at_target = (torch.expm1(-loss) * share).to(d_logits.dtype)
+        d_logits[torch.arange(len(target), device=target.device), target] = at_target
         losses.append(loss)
         torch.mm(d_logits, head, out=out)
     weighted = torch.cat(losses)[:count].double() * weights
