@@ -3,7 +3,7 @@
     python -m benchmarks.growth
     python -m benchmarks.growth --only rows,jobs --rows 100,1000 --jobs 10,1000 --steps 5      a short one
 
-A data set of a million rows takes some 600 MB of disk and minutes to tokenise.
+A data set of a million rows takes some 2 GB of disk, its tokens included, and minutes to tokenise.
 """
 
 from __future__ import annotations

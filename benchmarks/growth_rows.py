@@ -9,13 +9,15 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.cases import OURS, Order, Result, Settings
-from benchmarks.processes import measure, own_environment, run_module
+from benchmarks.processes import RunFailed, measure, own_environment, run_module
 from benchmarks.report import table
 from benchmarks.workspace import ROWS, generated_rows
 
 POOL = 1000
 """A large set repeats so many rows: what is trained on is then the same for every size."""
 SKIP = 4
+SAME_LOSS = 2e-2
+"""Relative; in bf16 the order of sums alone makes less of a difference."""
 GIB = 2**30
 
 
@@ -39,16 +41,30 @@ class Growth:
 
 
 def by_rows(growth: Growth, sizes: list[int]) -> str:
-    """Reading each size once, then training on all of them in turn, `repeats` times."""
+    """Reading each size once, then training on all of them in turn, `repeats` times.
+
+    Each is trained on in turn with the pool itself, step by step, so that its speed against that of the pool holds on a
+    machine that is not quiet; the pool against itself shows by how much it does.
+    """
     read = {size: _run_rows(growth, size, "read") for size in sizes}
     trained: dict[int, list[dict[str, Any]]] = {size: [] for size in sizes}
     for _ in range(growth.repeats):
         for size in sizes:
             trained[size].append(_run_rows(growth, size, "train"))
+    _check_same_work({size: runs for size, runs in trained.items() if size >= POOL})
     rows = [_rows_line(size, read[size], trained) for size in sizes]
     header = ["rows", "tokens", "checked at submit, s", "tokenised, s", "tokenised, tokens/s", "peak, GiB"]
-    more = ["read again, s", "training, tokens/s", "against 1e3 rows", "peak of training, GiB", "against 1e3 rows"]
+    more = ["read again, s", "training, tokens/s", "against 1e3 rows", "of it reading rows"]
+    more += ["peak of training, GiB", "against 1e3 rows"]
     return f"{growth.steps} steps at random places of each set, {growth.dtype}:\n\n" + table([*header, *more], rows)
+
+
+def _check_same_work(trained: dict[int, list[dict[str, Any]]]) -> None:
+    """Raises RunFailed where sets that are compared do not end with the same loss, within `SAME_LOSS`."""
+    losses = {size: [run["last_loss"] for run in runs] for size, runs in trained.items()}
+    ends = [loss for each in losses.values() for loss in each]
+    if ends and max(ends) > min(ends) * (1 + SAME_LOSS):
+        raise RunFailed(f"the sets did not train on the same rows: their last losses are {losses}")
 
 
 def _rows_line(size: int, read: dict[str, Any], trained: dict[int, list[dict[str, Any]]]) -> list[str]:
@@ -56,9 +72,7 @@ def _rows_line(size: int, read: dict[str, Any], trained: dict[int, list[dict[str
         values = sorted(each[name] for each in trained[of])
         return values[len(values) // 2]
 
-    def against(name: str) -> str:
-        return f"{middle(size, name) / middle(POOL, name):.2f}" if POOL in trained and size >= POOL else ""
-
+    compared = POOL in trained and size >= POOL
     return [
         f"{size:,}",
         f"{read['tokens']:,}",
@@ -68,9 +82,10 @@ def _rows_line(size: int, read: dict[str, Any], trained: dict[int, list[dict[str
         f"{read['tokenizing_peak'] / GIB:.2f}",
         f"{read['read_again']:.2f}",
         f"{middle(size, 'rate'):.0f}",
-        against("rate"),
+        f"{middle(size, 'against'):.2f}" if size >= POOL else "",
+        f"{middle(size, 'reading'):.2%}",
         f"{middle(size, 'peak') / GIB:.2f}",
-        against("peak"),
+        f"{middle(size, 'peak') / middle(POOL, 'peak'):.2f}" if compared else "",
     ]
 
 
@@ -78,6 +93,7 @@ def _run_rows(growth: Growth, size: int, part: str) -> dict[str, Any]:
     order = {
         "part": part,
         "file": str(_data_file(growth.folder, size)),
+        "reference": str(_data_file(growth.folder, min(POOL, size))),
         "home": str(growth.folder / "home"),
         "model_dir": str(growth.model_dir),
         "threads": growth.threads,

@@ -76,7 +76,7 @@ def measured_rates(found: Sequence[Product], dtype: str, seconds: float) -> dict
 def plan_of(workspace: Workspace, settings: Settings) -> Plan:
     """Rows in file order."""
     lengths = [len(row.tokens) for row in workspace.rows]
-    return steps(lengths, order=range(len(lengths)), batch_size=settings.batch, max_steps=settings.steps)
+    return steps(lengths, order=range(len(lengths)), batch_size=settings.batch, max_steps=settings.steps).tolist()
 
 
 def mean_step(workspace: Workspace, plan: Plan) -> tuple[list[int], int]:

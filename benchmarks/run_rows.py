@@ -10,29 +10,34 @@ from __future__ import annotations
 import json
 import sys
 import time
-from collections.abc import Sequence
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from apis.datasets.models import URIDataSource
 from apis.post_training.models import LoraFinetuningConfig, TrainingConfig
 from benchmarks.measured import peak_rss
 from post_training.data.batching import micro_batches
-from post_training.data.job_rows import read_job_rows
+from post_training.data.job_rows import JobRows, read_job_rows
+from post_training.data.planning import plan_epoch
 from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
-from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
 
+if TYPE_CHECKING:
+    from post_training.training.trainer import Trainer
+
 MODULE = "providers.torchtune.model"
+ROWS_A_STEP = 4
 
 
 def spec_of(file: Path, model_dir: Path) -> JobSpec:
     """A job over the file, four rows a step."""
-    data = {"dataset_id": "rows", "batch_size": 4, "max_seq_len": 512}
+    data = {"dataset_id": "rows", "batch_size": ROWS_A_STEP, "max_seq_len": 512}
     training = {"n_epochs": 1, "data_config": data, "optimizer_config": {"lr": 3e-4}}
     return JobSpec(
         job_uuid="growth",
@@ -69,12 +74,60 @@ def read(order: dict[str, Any]) -> dict[str, Any]:
     return told | {"read_again": time.perf_counter() - began}
 
 
-def train(order: dict[str, Any], rows: Sequence[TokenizedRow]) -> dict[str, Any]:
-    """Steps over rows at random places of the data set.
+@dataclass
+class Side:
+    """One data set that is trained on: the places of its steps' rows, and what they took."""
 
-    The file repeats a pool of rows, and the same draws choose the same rows of the pool whatever the file's length: so
-    the steps of a large set and of a small one do the same work.
+    data: JobRows
+    pool: int
+    tokens: int = 0
+    seconds: float = 0.0
+    reading: float = 0.0
+    loss: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.plan = plan_epoch(self.data.spec, self.data.training.rows, 0)
+
+    def step(self, trainer: Trainer, number: int, drawn: NDArray[np.int64], *, counts: bool) -> None:
+        """Train on the drawn rows of the pool, each in the repetition that the shuffled plan says."""
+        rows = self.data.training.rows
+        chosen = drawn + self.pool * (self.plan[number % len(self.plan)][: len(drawn)] // self.pool)
+        began = time.perf_counter()
+        batch = list(micro_batches([rows[index % len(rows)] for index in chosen], 4096))
+        read = time.perf_counter()
+        self.loss = trainer.train_step(batch).loss
+        if counts:
+            self.tokens += sum(len(each.tokens) for each in batch)
+            self.seconds += time.perf_counter() - began
+            self.reading += read - began
+
+
+def train(order: dict[str, Any]) -> dict[str, Any]:
+    """Steps over rows at random places of the data set and, in turn with them, of the one it is compared with.
+
+    Files repeat a pool of rows, and the same draws choose the same rows of the pool whatever the file's length: so both
+    do the same work, in one process and at the same time, whatever else the machine does.
     """
+    home, model_dir = Path(order["home"]), Path(order["model_dir"])
+    files = [Path(order[name]) for name in ("file", "reference")]
+    own, reference = (Side(read_job_rows(spec_of(file, model_dir), home), order["pool"]) for file in files)
+    trainer = _trainer(order, model_dir)
+    draw = np.random.default_rng(0)
+    for number in range(order["steps"] + order["skip"]):
+        drawn = draw.integers(0, order["pool"], ROWS_A_STEP)
+        for side in (own, reference) if number % 2 else (reference, own):
+            side.step(trainer, number, drawn, counts=number >= order["skip"])
+    assert own.tokens == reference.tokens
+    return {
+        "rate": own.tokens / own.seconds,
+        "against": reference.seconds / own.seconds,
+        "reading": own.reading / own.seconds,
+        "peak": peak_rss(),
+        "last_loss": own.loss,
+    }
+
+
+def _trainer(order: dict[str, Any], model_dir: Path) -> Trainer:
     import torch
 
     from post_training.training.model import LoraSettings, ModelConfig
@@ -84,30 +137,14 @@ def train(order: dict[str, Any], rows: Sequence[TokenizedRow]) -> dict[str, Any]
     from providers.torchtune.model import load_model
 
     set_threads(order["threads"])
-    config = ModelConfig(Path(order["model_dir"]), LoraSettings(), dtype=order["dtype"], kernels=order["kernels"])
-    trainer = Trainer(load_model(config), OptimSettings(order["steps"] + order["skip"]))
-    draw, pool = np.random.default_rng(0), order["pool"]
-    blocks = np.random.default_rng(1)
+    config = ModelConfig(model_dir, LoraSettings(), dtype=order["dtype"], kernels=order["kernels"])
     torch.manual_seed(0)
-    tokens, seconds, losses = 0, 0.0, []
-    for number in range(order["steps"] + order["skip"]):
-        chosen = draw.integers(0, pool, 4) + pool * blocks.integers(0, max(1, len(rows) // pool), 4)
-        began = time.perf_counter()
-        batch = list(micro_batches([rows[index % len(rows)] for index in chosen], 4096))
-        losses.append(trainer.train_step(batch).loss)
-        if number >= order["skip"]:
-            tokens, seconds = tokens + sum(len(each.tokens) for each in batch), seconds + time.perf_counter() - began
-    return {"rate": tokens / seconds, "peak": peak_rss(), "last_loss": losses[-1]}
+    return Trainer(load_model(config), OptimSettings(2 * (order["steps"] + order["skip"])))
 
 
 def main() -> None:
     order = json.loads(Path(sys.argv[1]).read_text())
-    if order["part"] == "read":
-        told = read(order)
-    else:
-        spec = spec_of(Path(order["file"]), Path(order["model_dir"]))
-        told = train(order, read_job_rows(spec, Path(order["home"])).training.rows)
-    print(json.dumps(told))
+    print(json.dumps(read(order) if order["part"] == "read" else train(order)))
 
 
 if __name__ == "__main__":

@@ -63,7 +63,9 @@ class Session:
         rows = json.loads((self.workspace / ROWS).read_text())["rows"]
         lengths = [len(row["tokens"]) for row in rows]
         s = self.settings
-        return steps(lengths, order=range(len(lengths)), batch_size=s.batch * s.accumulation, max_steps=s.steps)
+        return steps(
+            lengths, order=range(len(lengths)), batch_size=s.batch * s.accumulation, max_steps=s.steps
+        ).tolist()
 
     def _run(self, number: int, case: Case, dtype: str, plan: Plan | None) -> None:
         folder = self.workspace / f"{number}-{dtype}-{case.name.replace(' ', '_')}"

@@ -87,21 +87,20 @@ def test_epochs_and_seeds_change_the_order():
 
 
 def test_steps_hold_whole_batches_and_the_last_one_what_is_left():
-    assert steps([1] * 7, order=[6, 5, 4, 3, 2, 1, 0], batch_size=2, accumulation=2) == [[6, 5, 4, 3], [2, 1, 0]]
-    assert steps([1], order=[0], batch_size=8, accumulation=4) == [[0]]
-    assert steps([1] * 5, order=range(5), batch_size=2, max_steps=2) == [[0, 1], [2, 3]]
-    assert steps([], order=[], batch_size=2) == []
+    down = [6, 5, 4, 3, 2, 1, 0]
+    assert steps([1] * 7, order=down, batch_size=2, accumulation=2).tolist() == [[6, 5, 4, 3], [2, 1, 0]]
+    assert steps([1], order=[0], batch_size=8, accumulation=4).tolist() == [[0]]
+    assert steps([1] * 5, order=range(5), batch_size=2, max_steps=2).tolist() == [[0, 1], [2, 3]]
+    assert steps([], order=[], batch_size=2).tolist() == []
 
 
 def test_packs_take_whole_rows_up_to_the_sequence_length():
     lengths = [4, 4, 3, 9, 12, 1, 1]
     # packs of at most 10 tokens: [0, 1], [2], [3], [4], [5, 6]
     planned = steps(lengths, order=range(7), batch_size=2, packed=True, max_seq_len=10)
-    assert planned == [[0, 1, 2], [3, 4], [5, 6]]
-    assert steps(lengths, order=range(7), batch_size=2, accumulation=2, packed=True, max_seq_len=10) == [
-        [0, 1, 2, 3, 4],
-        [5, 6],
-    ]
+    assert planned.tolist() == [[0, 1, 2], [3, 4], [5, 6]]
+    accumulated = steps(lengths, order=range(7), batch_size=2, accumulation=2, packed=True, max_seq_len=10)
+    assert accumulated.tolist() == [[0, 1, 2, 3, 4], [5, 6]]
 
 
 @given(
@@ -130,11 +129,73 @@ def test_every_row_is_in_exactly_one_step_of_an_epoch(
         max_seq_len=16,
         max_steps=1,
     )
-    assert limited == planned[:1]
+    assert limited.tolist() == planned.tolist()[:1]
 
 
 @pytest.mark.parametrize("packed", [False, True])
 def test_a_data_set_smaller_than_a_batch_still_makes_a_step(packed: bool):
-    assert steps([5, 5, 5], order=range(3), batch_size=64, accumulation=8, packed=packed, max_seq_len=100) == [
-        [0, 1, 2]
-    ]
+    planned = steps([5, 5, 5], order=range(3), batch_size=64, accumulation=8, packed=packed, max_seq_len=100)
+    assert planned.tolist() == [[0, 1, 2]]
+
+
+def naive_steps(
+    lengths: list[int], order: list[int], rows: int, max_seq_len: int | None, max_steps: int | None
+) -> list[list[int]]:
+    """By the rule itself, list by list."""
+    packs: list[list[int]] = []
+    for i in order:
+        fits = packs and max_seq_len is not None and sum(lengths[k] for k in packs[-1]) + lengths[i] <= max_seq_len
+        packs = [*packs[:-1], [*packs[-1], i]] if fits else [*packs, [i]]
+    planned = []
+    while packs:
+        planned.append([i for pack in packs[:rows] for i in pack])
+        packs = packs[rows:]
+    return planned if max_steps is None else planned[:max_steps]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 20), max_size=40),
+    seed=st.integers(0, 99),
+    batch_size=st.integers(1, 5),
+    accumulation=st.integers(1, 3),
+    max_seq_len=st.none() | st.integers(1, 30),
+    max_steps=st.none() | st.integers(0, 8),
+    cut=st.slices(20),
+)
+def test_a_plan_is_what_the_rule_says_list_by_list_and_so_is_each_part_of_it(
+    lengths: list[int],
+    seed: int,
+    batch_size: int,
+    accumulation: int,
+    max_seq_len: int | None,
+    max_steps: int | None,
+    cut: slice,
+):
+    order = epoch_order(len(lengths), True, seed, 0)
+    planned = steps(
+        np.array(lengths, dtype=np.int32),
+        order=order,
+        batch_size=batch_size,
+        accumulation=accumulation,
+        packed=max_seq_len is not None,
+        max_seq_len=max_seq_len,
+        max_steps=max_steps,
+    )
+    expected = naive_steps(lengths, order.tolist(), batch_size * accumulation, max_seq_len, max_steps)
+    assert (len(planned), planned.tolist()) == (len(expected), expected)
+    assert planned[cut].tolist() == expected[cut]
+    assert [planned[-1 - k].tolist() for k in range(len(planned))] == expected[::-1]
+    sizes = planned[cut].sizes(np.array(lengths, dtype=np.int32))
+    assert sizes.tolist() == [sum(lengths[i] for i in step) for step in expected[cut]]
+
+
+def test_micro_batches_take_rows_only_as_they_are_asked_for():
+    taken: list[int] = []
+
+    def source():
+        for number in range(100):
+            taken.append(number)
+            yield row(number, [1, 2, 3], [0, 1, 1])
+
+    batches = micro_batches(source(), 6)
+    assert (next(batches).rows, len(taken)) == ((0, 1), 3)

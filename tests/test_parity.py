@@ -62,10 +62,10 @@ class Data:
     """The first rows that are short enough: as they are, and as we tokenize them."""
 
     rows: list[dict[str, Any]]
-    tokenized: list[TokenizedRow]
+    tokenized: Sequence[TokenizedRow]
 
     def batches(self) -> list[list[TokenizedRow]]:
-        return [self.tokenized[n : n + BATCH] for n in range(0, STEPS * BATCH, BATCH)]
+        return [list(self.tokenized[n : n + BATCH]) for n in range(0, STEPS * BATCH, BATCH)]
 
 
 def alpaca_rows() -> list[dict[str, Any]]:

@@ -7,7 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from post_training.data.preflight import TokenizedDataset
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.data.token_cache import (
     HASHES_FILE,
+    INDEX_FILE,
     LIMIT_VARIABLE,
     REPORT_FILE,
     ROWS_FILE,
@@ -37,7 +38,7 @@ from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, WorkerSettings
 from tests.job_bench import rows
 from tests.tiny_llama import save_tiny_llama
-from tests.token_cache_user import dataset, same
+from tests.token_cache_user import dataset, put, same
 
 KEY = "0" * 64
 
@@ -110,7 +111,7 @@ def test_whatever_is_kept_comes_back_the_same(tmp_path_factory: pytest.TempPathF
     ]
     data = TokenizedDataset(made, {"sample": [{"text": "é\u2028", "supervised": True}]})
     cache = TokenCache(tmp_path_factory.mktemp("cache"))
-    cache.put(KEY, data)
+    put(cache, KEY, data)
     found = cache.get(KEY)
     assert found is not None
     assert same(found, data)
@@ -265,7 +266,7 @@ def test_what_cannot_be_trained_on_is_not_cached(tmp_path: Path, model: Path, fi
     for _ in range(2):
         with pytest.raises(DataInvalid, match="row 0"):
             read_job_rows(spec_of(model, file), tmp_path)
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache" / "tokens").iterdir())
 
 
 def test_a_file_that_changes_while_it_is_read_is_not_cached(
@@ -281,39 +282,84 @@ def test_a_file_that_changes_while_it_is_read_is_not_cached(
     with monkeypatch.context() as patch:
         patch.setattr(job_rows, "tokenize_dataset", changing)
         read_job_rows(spec_of(model, file), tmp_path)
-    assert not (tmp_path / "cache").exists()
+    assert not list((tmp_path / "cache" / "tokens").iterdir())
     assert len(read_job_rows(spec_of(model, file), tmp_path).training.rows) == 24
 
 
 # -- damage, limits, company -----------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [ROWS_FILE, REPORT_FILE, HASHES_FILE])
+@pytest.mark.parametrize("name", [ROWS_FILE, INDEX_FILE, REPORT_FILE, HASHES_FILE])
 @pytest.mark.parametrize("damage", ["flipped", "cut", "empty", "gone"])
 def test_a_damaged_entry_is_a_miss_and_is_written_anew(tmp_path: Path, name: str, damage: str):
     cache = TokenCache(tmp_path)
-    cache.put(KEY, dataset(3, 4))
+    put(cache, KEY, dataset(3, 4))
     path = tmp_path / KEY / name
     content = path.read_bytes()
     middle = len(content) // 2
     changed = {"flipped": content[:middle] + bytes([content[middle] ^ 1]) + content[middle + 1 :], "cut": content[:-1]}
     path.unlink() if damage == "gone" else path.write_bytes(changed.get(damage, b""))
     assert cache.get(KEY) is None
-    cache.put(KEY, dataset(3, 4))
+    put(cache, KEY, dataset(3, 4))
     found = cache.get(KEY)
     assert found is not None
     assert same(found, dataset(3, 4))
 
 
+def test_a_change_of_any_byte_of_an_entry_is_noticed(tmp_path: Path):
+    cache, entry = TokenCache(tmp_path), tmp_path / KEY
+    put(cache, KEY, dataset(3, 1))
+    whole = {path: path.read_bytes() for path in entry.iterdir()}
+    assert {path.name for path in whole} == {ROWS_FILE, INDEX_FILE, REPORT_FILE, HASHES_FILE}
+    for path, content in whole.items():
+        for position in range(len(content)):
+            entry.mkdir(exist_ok=True)
+            for each, kept in whole.items():
+                each.write_bytes(kept)
+            path.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+            assert cache.get(KEY) is None, (path.name, position)
+    put(cache, KEY, dataset(3, 1))
+    assert same(found(cache), dataset(3, 1))
+
+
+def found(cache: TokenCache) -> TokenizedDataset:
+    data = cache.get(KEY)
+    assert data is not None
+    return data
+
+
+def test_rows_in_use_stay_readable_when_their_entry_goes(tmp_path: Path):
+    cache = TokenCache(tmp_path)
+    written, read = put(cache, KEY, dataset(3, 4, 5)), found(cache)
+    shutil.rmtree(tmp_path / KEY)
+    assert same(read, dataset(3, 4, 5))
+    assert same(TokenizedDataset(written, read.report), read)
+
+
+def test_rows_of_a_writer_that_is_still_at_work_are_not_abandoned(tmp_path: Path):
+    cache = TokenCache(tmp_path)
+    with cache.writing(KEY) as draft:
+        draft.store(dataset(3).rows)
+        (partial,) = tmp_path.iterdir()
+        os.utime(partial, (1_000_000_000, 1_000_000_000))  # the folder is as old as its first file
+        put(TokenCache(tmp_path), "1" * 64, dataset(4))
+        draft.finish({})
+    assert same(found(cache), TokenizedDataset(dataset(3).rows, {}))
+
+
+def test_what_fails_while_it_is_made_leaves_nothing_behind(tmp_path: Path):
+    def broken() -> Iterator[TokenizedRow]:
+        yield from dataset(3).rows
+        raise DataInvalid("no text", row=1)
+
+    with pytest.raises(DataInvalid), TokenCache(tmp_path).writing(KEY) as draft:
+        draft.store(broken())
+    assert not list(tmp_path.iterdir())
+
+
 def test_entries_hold_no_pickle(tmp_path: Path):
-    TokenCache(tmp_path).put(KEY, dataset(3))
-    with np.load(tmp_path / KEY / ROWS_FILE, allow_pickle=False) as arrays:
-        assert {name: arrays[name].dtype.hasobject for name in arrays.files} == {
-            "numbers": False,
-            "lengths": False,
-            "tokens": False,
-            "weights": False,
-        }
+    put(TokenCache(tmp_path), KEY, dataset(3))
+    assert not np.load(tmp_path / KEY / INDEX_FILE, allow_pickle=False).dtype.hasobject
 
 
 def entry_bytes(folder: Path) -> int:
@@ -323,33 +369,33 @@ def entry_bytes(folder: Path) -> int:
 def test_over_the_limit_the_entry_not_used_for_the_longest_goes(tmp_path: Path):
     cache = TokenCache(tmp_path)
     keys = [letter * 64 for letter in "abc"]
-    cache.put(keys[0], dataset(100))
+    put(cache, keys[0], dataset(100))
     size = entry_bytes(tmp_path / keys[0])
     limited = TokenCache(tmp_path, 2 * size + size // 2)
-    limited.put(keys[1], dataset(100))
+    put(limited, keys[1], dataset(100))
     for age, key in ((200, keys[0]), (100, keys[1])):
         os.utime(tmp_path / key, (1_000_000_000 - age, 1_000_000_000 - age))
     assert limited.get(keys[0]) is not None  # used again, so the other is the oldest now
-    limited.put(keys[2], dataset(100))
+    put(limited, keys[2], dataset(100))
     assert sorted(path.name for path in tmp_path.iterdir()) == [keys[0], keys[2]]
 
 
 def test_what_is_over_the_limit_by_itself_is_not_kept_and_removes_nothing(tmp_path: Path):
-    TokenCache(tmp_path).put("a" * 64, dataset(10))
+    put(TokenCache(tmp_path), "a" * 64, dataset(10))
     limit = entry_bytes(tmp_path / ("a" * 64)) + 10
-    TokenCache(tmp_path, limit).put(KEY, dataset(10_000))
+    put(TokenCache(tmp_path, limit), KEY, dataset(10_000))
     assert [path.name for path in tmp_path.iterdir()] == ["a" * 64]
 
 
 def test_the_limit_is_set_by_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setenv(LIMIT_VARIABLE, "0")
-    TokenCache.under(tmp_path).put(KEY, dataset(3))
+    put(TokenCache.under(tmp_path), KEY, dataset(3))
     assert TokenCache.under(tmp_path).get(KEY) is None
     monkeypatch.setenv(LIMIT_VARIABLE, "4 GiB")
     with pytest.raises(InvalidField, match=LIMIT_VARIABLE):
         TokenCache.under(tmp_path)
     monkeypatch.delenv(LIMIT_VARIABLE)
-    TokenCache.under(tmp_path).put(KEY, dataset(3))
+    put(TokenCache.under(tmp_path), KEY, dataset(3))
     assert TokenCache.under(tmp_path).get(KEY) is not None
 
 
@@ -357,13 +403,34 @@ def test_what_a_killed_writer_left_behind_goes_in_time(tmp_path: Path):
     for name, at in ((".old", 1_000_000_000), (".new", None)):
         (tmp_path / name).mkdir()
         os.utime(tmp_path / name, None if at is None else (at, at))
-    TokenCache(tmp_path).put(KEY, dataset(3))
+    put(TokenCache(tmp_path), KEY, dataset(3))
     assert sorted(path.name for path in tmp_path.iterdir()) == [".new", KEY]
+
+
+@pytest.mark.parametrize("limit", [10, 0])
+def test_rows_that_are_not_kept_are_readable_and_leave_no_file(tmp_path: Path, limit: int):
+    stored = put(TokenCache(tmp_path, limit), KEY, dataset(30, 2))
+    assert not list(tmp_path.iterdir())
+    assert same(TokenizedDataset(stored, {}), TokenizedDataset(dataset(30, 2).rows, {}))
+
+
+@pytest.mark.parametrize(("free", "kept"), [(20, False), (21, True)])
+def test_an_entry_takes_at_most_a_twentieth_of_the_disk_that_was_free(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free: int, kept: bool
+):
+    put(TokenCache(tmp_path / "other"), KEY, dataset(100))
+    size = entry_bytes(tmp_path / "other" / KEY)
+    usage = shutil.disk_usage(tmp_path)._replace(free=free * size - size - 1)
+    monkeypatch.setattr(shutil, "disk_usage", lambda _: usage)
+    stored = put(TokenCache(tmp_path / "cache"), KEY, dataset(100))
+    assert (TokenCache(tmp_path / "cache").get(KEY) is not None) is kept
+    assert same(TokenizedDataset(stored, {}), TokenizedDataset(dataset(100).rows, {}))
 
 
 def test_a_cache_that_cannot_be_written_is_no_error(tmp_path: Path):
     (tmp_path / "cache").write_text("a file is in the way")
-    TokenCache(tmp_path / "cache" / "tokens").put(KEY, dataset(3))
+    stored = put(TokenCache(tmp_path / "cache" / "tokens"), KEY, dataset(3))
+    assert same(TokenizedDataset(stored, {}), TokenizedDataset(dataset(3).rows, {}))
     assert TokenCache(tmp_path / "cache2").get(KEY) is None
 
 

@@ -12,6 +12,7 @@ import numpy as np
 
 from post_training.data.preflight import TokenizedDataset
 from post_training.data.token_cache import TokenCache
+from post_training.data.token_rows import TokenRows
 from post_training.data.types import TokenizedRow
 
 TURNS = 300
@@ -36,6 +37,14 @@ def same(one: TokenizedDataset, other: TokenizedDataset) -> bool:
     )
 
 
+def put(cache: TokenCache, key: str, data: TokenizedDataset) -> TokenRows:
+    """As a job's rows come into the cache."""
+    with cache.writing(key) as draft:
+        stored = draft.store(iter(data.rows))
+        draft.finish(data.report)
+    return stored
+
+
 def main(folder: Path, seed: int) -> int:
     cache = TokenCache(folder, LIMIT_BYTES)
     hits = 0
@@ -47,7 +56,9 @@ def main(folder: Path, seed: int) -> int:
         if found is not None and not same(found, expected):
             return 1
         if found is None or turn % 3 == 0:
-            cache.put(str(number) * 64, expected)
+            stored = put(cache, str(number) * 64, expected)
+            if not same(TokenizedDataset(stored, expected.report), expected):
+                return 1
     return 0 if hits else 2
 
 

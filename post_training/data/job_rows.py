@@ -6,7 +6,7 @@ A preflight and the job's worker both come through here, so the report before a 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from post_training.data.preflight import TokenizedDataset, tokenize_dataset
 from post_training.data.sources import RowReader, SourcePolicy, open_rows
 from post_training.data.token_cache import TokenCache
 from post_training.data.token_key import cache_key
+from post_training.data.token_rows import TokenRows, row_bytes, row_lengths, temporary_rows
 from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import DatasetRef, JobSpec
 
@@ -49,6 +50,7 @@ def read_job_rows(spec: JobSpec, home: Path, earlier: Mapping[str, Any] | None =
 
     Raises:
         DataInvalid: with the row's number; `param` names the field of the data set.
+        DiskFull: there is no room for the rows.
         Unavailable: a source could not be read in time.
     """
     cache = TokenCache.under(home)
@@ -67,29 +69,38 @@ def read_job_rows(spec: JobSpec, home: Path, earlier: Mapping[str, Any] | None =
 
 
 def tokenize(spec: JobSpec, reference: DatasetRef, cache: TokenCache | None = None) -> TokenizedDataset:
-    """Read, check and tokenise a data set, or take it from the cache. Raises DataInvalid with the row's number."""
+    """Read, check and tokenise a data set, or take it from the cache; its rows lie in a file either way.
+
+    Raises:
+        DataInvalid: with the row's number.
+        DiskFull: there is no room for the rows.
+    """
     source = DATA_SOURCE.validate_python(reference.source)
     reader = open_rows(source, SourcePolicy.model_validate(reference.policy))
-    content = reader.digest() if cache is not None else None
-    if cache is None or content is None:
-        return _tokenize(spec, reader)
+    if cache is None:
+        return _tokenize(spec, reader, temporary_rows)
+    content = reader.digest()
+    if content is None:
+        return _tokenize(spec, reader, cache.temporary)
     key = cache_key(spec, content)
     found = cache.get(key)
-    if found is None:
-        found = _tokenize(spec, reader)
+    if found is not None:
+        return found
+    with cache.writing(key) as draft:
+        made = _tokenize(spec, reader, draft.store)
         # A file may be written to while it is read: only what is read the same before and after has this key.
         if reader.digest() == content:
-            cache.put(key, found)
-    return found
+            draft.finish(made.report)
+    return made
 
 
 def fingerprint(rows: Sequence[TokenizedRow]) -> str:
     """sha256 of all tokens and weights in order, hexadecimal."""
+    if isinstance(rows, TokenRows) and rows.sha256 is not None:
+        return rows.sha256
     digest = hashlib.sha256()
     for row in rows:
-        digest.update(len(row.tokens).to_bytes(8, "little"))
-        digest.update(row.tokens.tobytes())
-        digest.update(row.weights.tobytes())
+        digest.update(row_bytes(row))
     return digest.hexdigest()
 
 
@@ -107,7 +118,9 @@ def _read(
     return data, {**data.report, "fingerprint": fingerprint(data.rows)}
 
 
-def _tokenize(spec: JobSpec, reader: RowReader) -> TokenizedDataset:
+def _tokenize(
+    spec: JobSpec, reader: RowReader, store: Callable[[Iterable[TokenizedRow]], TokenRows]
+) -> TokenizedDataset:
     data = spec.training_config.data_config
     assert data is not None  # no job is accepted without
     return tokenize_dataset(
@@ -118,12 +131,13 @@ def _tokenize(spec: JobSpec, reader: RowReader) -> TokenizedDataset:
         max_seq_len=max_seq_len(spec),
         columns=data.columns,
         on_overlength=data.on_overlength,
+        store=store,
     )
 
 
 def _plan_report(spec: JobSpec, rows: Sequence[TokenizedRow]) -> dict[str, Any]:
-    plan = plan_epoch(spec, rows, 0)
-    sizes = [sum(len(rows[index].tokens) for index in step) for step in plan]
+    plan, lengths = plan_epoch(spec, rows, 0), row_lengths(rows)
+    sizes = plan.sizes(lengths)
     total = count_steps(spec, rows)
     return {
         "seed": spec.seed,
@@ -134,7 +148,7 @@ def _plan_report(spec: JobSpec, rows: Sequence[TokenizedRow]) -> dict[str, Any]:
         "steps_per_epoch": len(plan),
         "total_steps": total,
         "warmup_steps": warmup_steps(spec.training_config.optimizer_config, total),
-        "tokens_per_epoch": sum(sizes),
-        "largest_step_tokens": max(sizes),
-        "longest_kept_tokens": max(len(row.tokens) for row in rows),
+        "tokens_per_epoch": int(sizes.sum()),
+        "largest_step_tokens": int(sizes.max()),
+        "longest_kept_tokens": int(lengths.max()),
     }

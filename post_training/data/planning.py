@@ -11,13 +11,15 @@ import numpy as np
 
 from apis.errors import DataInvalid
 from apis.post_training.models import DataConfig, OptimizerConfig
-from post_training.data.batching import epoch_order, steps
+from post_training.data.batching import EpochPlan, epoch_order, steps
+from post_training.data.token_rows import row_lengths, take_rows
 from post_training.data.types import TokenizedRow
 from post_training.defaults import default_batch_size, default_epochs
 from post_training.jobs.spec import JobSpec
 
 _SPLIT_STREAM = 2**32 - 1  # no epoch has this number, so no epoch's order is drawn from the same stream
 _MAX_DEFAULT_WARMUP = 100
+_UNTOLD_CONTEXT = 2048  # the shortest that a family has whose config does not tell: Llama's, in transformers
 
 
 def max_seq_len(spec: JobSpec) -> int:
@@ -27,9 +29,7 @@ def max_seq_len(spec: JobSpec) -> int:
         return data.max_seq_len
     config: dict[str, Any] = json.loads((Path(spec.model.base_dir) / "config.json").read_bytes())
     context = config.get("max_position_embeddings")
-    return (
-        min(spec.worker.default_max_seq_len, context) if isinstance(context, int) else spec.worker.default_max_seq_len
-    )
+    return min(spec.worker.default_max_seq_len, context if isinstance(context, int) else _UNTOLD_CONTEXT)
 
 
 def settle(spec: JobSpec, rows: Sequence[TokenizedRow], earlier: Mapping[str, Any] | None = None) -> JobSpec:
@@ -48,7 +48,7 @@ def settle(spec: JobSpec, rows: Sequence[TokenizedRow], earlier: Mapping[str, An
     return spec.settled({"n_epochs": epochs, "batch_size": size})
 
 
-def plan_epoch(spec: JobSpec, rows: Sequence[TokenizedRow], epoch: int) -> list[list[int]]:
+def plan_epoch(spec: JobSpec, rows: Sequence[TokenizedRow], epoch: int) -> EpochPlan:
     """The row indices of each optimizer step of an epoch of a settled job."""
     config = spec.training_config
     return _steps(spec, rows, epoch, spec.batch_size, config.gradient_accumulation_steps, config.max_steps_per_epoch)
@@ -69,7 +69,9 @@ def warmup_steps(config: OptimizerConfig, total_steps: int) -> int:
     return min(_MAX_DEFAULT_WARMUP, total_steps // 10)
 
 
-def split_rows(rows: Sequence[TokenizedRow], part: float, seed: int) -> tuple[list[TokenizedRow], list[TokenizedRow]]:
+def split_rows(
+    rows: Sequence[TokenizedRow], part: float, seed: int
+) -> tuple[Sequence[TokenizedRow], Sequence[TokenizedRow]]:
     """Rows to train on and rows to validate on, each in their order; at least one of each.
 
     Which go where follows from the seed and the number of rows.
@@ -83,9 +85,9 @@ def split_rows(rows: Sequence[TokenizedRow], part: float, seed: int) -> tuple[li
             param="training_config.data_config.validation_split",
         )
     count = min(len(rows) - 1, max(1, round(part * len(rows))))
-    held_out = set(np.random.Generator(np.random.PCG64([seed, _SPLIT_STREAM])).permutation(len(rows))[:count].tolist())
-    kept = [row for index, row in enumerate(rows) if index not in held_out]
-    return kept, [rows[index] for index in sorted(held_out)]
+    held_out = np.zeros(len(rows), dtype=bool)
+    held_out[np.random.Generator(np.random.PCG64([seed, _SPLIT_STREAM])).permutation(len(rows))[:count]] = True
+    return take_rows(rows, np.flatnonzero(~held_out)), take_rows(rows, np.flatnonzero(held_out))
 
 
 def validation_rows(spec: JobSpec, rows: Sequence[TokenizedRow]) -> Sequence[TokenizedRow]:
@@ -101,10 +103,10 @@ def _steps(
     batch_size: int,
     accumulation: int = 1,
     max_steps: int | None = None,
-) -> list[list[int]]:
+) -> EpochPlan:
     data = _data_config(spec)
     return steps(
-        [len(row.tokens) for row in rows],
+        row_lengths(rows),
         order=epoch_order(len(rows), data.shuffle, spec.seed, epoch),
         batch_size=batch_size,
         accumulation=accumulation,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -43,7 +43,7 @@ class RowReport:
 class TokenizedDataset:
     """Rows ready to train on, each with at least one supervised token, and the report on the whole data set."""
 
-    rows: list[TokenizedRow]
+    rows: Sequence[TokenizedRow]
     report: dict[str, Any]
 
 
@@ -93,6 +93,7 @@ def tokenize_dataset(
     max_seq_len: int,
     columns: Mapping[str, str] | None = None,
     on_overlength: OnOverlength = "truncate",
+    store: Callable[[Iterable[TokenizedRow]], Sequence[TokenizedRow]] = list,
 ) -> TokenizedDataset:
     """Tokenize every row. Rows without a supervised token, after truncation, are dropped.
 
@@ -100,6 +101,7 @@ def tokenize_dataset(
         max_seq_len: the most tokens of a row.
         columns: a format's columns to the data set's own names.
         on_overlength: a longer row loses tokens on the right, is dropped, or is an error.
+        store: takes the rows one by one, as they are made, and gives them back as a sequence.
 
     Returns:
         The kept rows, and a report that JSON can hold: `rows` (read), `format`, `tokens` and `supervised_tokens` (of
@@ -112,23 +114,17 @@ def tokenize_dataset(
         DataInvalid: a row cannot be used, or none has a supervised token.
     """
     counts = _Counts()
-    kept: list[TokenizedRow] = []
     found, rows = _with_format(reader, data_format, columns)
     examples = counts.noting(_examples(rows, found, columns), tokenizer)
-    for whole in tokenizer.encode_examples(examples, train_on_input):
-        counts.longest = max(counts.longest, len(whole.tokens))
-        row = _fitted(whole, max_seq_len, on_overlength, counts)
-        if row is not None and row.supervised:
-            kept.append(row)
-        elif row is not None:
-            counts.drop(row.row, counts.unsupervised)
+    encoded = tokenizer.encode_examples(examples, train_on_input)
+    kept = store(_usable(encoded, max_seq_len, on_overlength, counts))
     if not kept:
         raise DataInvalid(_nothing_left(counts, max_seq_len))
     report = {
         "rows": counts.rows,
         "format": found.value,
-        "tokens": sum(len(row.tokens) for row in kept),
-        "supervised_tokens": sum(row.supervised for row in kept),
+        "tokens": counts.tokens,
+        "supervised_tokens": counts.supervised,
         **counts.as_json(),
         "sample": tokenizer.segments(kept[0], _SAMPLE_CHARACTERS),
     }
@@ -140,6 +136,8 @@ class _Counts:
     """What happened to the rows read so far."""
 
     rows: int = 0
+    tokens: int = 0
+    supervised: int = 0
     longest: int = 0
     truncated: _RowNumbers = field(default_factory=_RowNumbers)
     dropped: _RowNumbers = field(default_factory=_RowNumbers)
@@ -166,6 +164,24 @@ class _Counts:
             "dropped": self.dropped.as_json() | reasons,
             "control_tokens": self.control_tokens.as_json(),
         }
+
+
+def _usable(
+    encoded: Iterable[TokenizedRow], max_seq_len: int, on_overlength: OnOverlength, counts: _Counts
+) -> Iterator[TokenizedRow]:
+    """The rows that can be trained on, each within `max_seq_len`. Raises DataInvalid."""
+    for whole in encoded:
+        counts.longest = max(counts.longest, len(whole.tokens))
+        row = _fitted(whole, max_seq_len, on_overlength, counts)
+        if row is None:
+            continue
+        supervised = row.supervised
+        if not supervised:
+            counts.drop(row.row, counts.unsupervised)
+            continue
+        counts.tokens += len(row.tokens)
+        counts.supervised += supervised
+        yield row
 
 
 def _fitted(row: TokenizedRow, max_seq_len: int, on_overlength: OnOverlength, counts: _Counts) -> TokenizedRow | None:

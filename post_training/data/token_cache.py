@@ -1,8 +1,9 @@
 """Tokenised data sets kept on disk, by what they were made of: `<home>/cache/tokens/<key>/`.
 
-An entry is three files: rows as numpy arrays (never pickle), the report as JSON, and the hashes of both. It is written
-beside its place and renamed, and read only where its hashes are right. So a reader sees a whole entry or none, whoever
-else reads, writes or removes one at the same time, and the cache may be deleted at any time.
+An entry is four files: the rows (`token_rows` has their layout), their index as a numpy array (never pickle), the
+report as JSON, and the hashes of the three. It is written beside its place, row by row, and renamed, and read only
+where its hashes are right. So a reader sees a whole entry or none, whoever else reads, writes or removes one at the
+same time, and the cache may be deleted at any time: rows that are in use stay readable.
 """
 
 from __future__ import annotations
@@ -15,24 +16,26 @@ import os
 import shutil
 import time
 import uuid
-from collections.abc import Iterator
-from contextlib import suppress
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import IO, Any
 
 import numpy as np
 
 from apis.errors import InvalidField
 from post_training.data.preflight import TokenizedDataset
+from post_training.data.token_rows import TokenRows, open_token_rows, temporary_rows, write_rows
 from post_training.data.types import TokenizedRow
 
 logger = logging.getLogger(__name__)
 
 LIMIT_VARIABLE = "POSTGRAD_TOKEN_CACHE_BYTES"
 DEFAULT_LIMIT_BYTES = 4 * 2**30
-ROWS_FILE, REPORT_FILE, HASHES_FILE = "rows.npz", "report.json", "sha256.json"
+ROWS_FILE, INDEX_FILE, REPORT_FILE, HASHES_FILE = "rows.bin", "index.npy", "report.json", "sha256.json"
 # An entry takes at most this part of the free disk, which the checkpoints of jobs need more.
 _FREE_SHARE = 0.05
-# What a writer that was killed left behind goes after this time.
+# What a writer that was killed left behind goes when nothing was written to it for this time.
 _ABANDONED_SECONDS = 3600.0
 _PARTIAL = "."
 
@@ -68,23 +71,35 @@ class TokenCache:
             os.utime(entry)
         return found
 
-    def put(self, key: str, data: TokenizedDataset) -> None:
-        """Keep `data`, unless it is too large. A cache that cannot be written is no error: nothing is kept then."""
-        files = _encoded(data)
-        size = sum(map(len, files.values()))
+    @contextmanager
+    def writing(self, key: str) -> Iterator[Draft]:
+        """An entry in the making, kept after the block if `Draft.finish` was called in it, unless it is too large.
+
+        A cache that cannot be written is no error: nothing is kept then. The rows stay readable in any case.
+        """
         partial = self._folder / f"{_PARTIAL}{key}.{uuid.uuid4().hex}"
+        draft = Draft(self, partial if self._limit else None)
         try:
-            self._folder.mkdir(parents=True, exist_ok=True)
-            if size > min(self._limit, shutil.disk_usage(self._folder).free * _FREE_SHARE):
-                return
-            self._make_room(size)
-            _write(partial, files)
-            with suppress(OSError):  # another process had the same rows first
-                partial.rename(self._folder / key)
-        except OSError as error:
-            logger.warning("tokens are not cached: %s", error)
+            yield draft
+            if draft.finished:
+                self._admit(partial, self._folder / key)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
+
+    def temporary(self, rows: Iterable[TokenizedRow]) -> TokenRows:
+        """Rows that are not to be kept, on the same disk. Raises DiskFull."""
+        return temporary_rows(rows, self._folder)
+
+    def _admit(self, partial: Path, entry: Path) -> None:
+        try:
+            size = _size(partial)
+            free = shutil.disk_usage(self._folder).free + size
+            if size <= min(self._limit, free * _FREE_SHARE):
+                self._make_room(size)
+                with suppress(OSError):  # another process had the same rows first
+                    partial.rename(entry)
+        except OSError as error:
+            logger.warning("tokens are not cached: %s", error)
 
     def _make_room(self, size: int) -> None:
         """Remove what was not used for the longest until `size` bytes more are within the limit."""
@@ -100,10 +115,9 @@ class TokenCache:
         """When each entry was last used, its size and its place. What was abandoned half-written is removed."""
         for entry in self._folder.iterdir():
             with suppress(OSError):  # removed by another process meanwhile
-                used = entry.stat().st_mtime
                 if not entry.name.startswith(_PARTIAL):
-                    yield used, sum(file.stat().st_size for file in entry.iterdir()), entry
-                elif time.time() - used > _ABANDONED_SECONDS:
+                    yield entry.stat().st_mtime, _size(entry), entry
+                elif time.time() - _last_written(entry) > _ABANDONED_SECONDS:
                     shutil.rmtree(entry, ignore_errors=True)
 
     def _remove(self, entry: Path) -> None:
@@ -111,6 +125,59 @@ class TokenCache:
         with suppress(OSError):  # another process removed it first
             entry.rename(gone)
             shutil.rmtree(gone, ignore_errors=True)
+
+
+class Draft:
+    """An entry in the making; see `TokenCache.writing`.
+
+    Args:
+        folder: where it is made; None where it will not be kept.
+
+    Attributes:
+        finished: whether all of it is written.
+    """
+
+    def __init__(self, cache: TokenCache, folder: Path | None) -> None:
+        self._cache = cache
+        self._folder = folder
+        self._rows: TokenRows | None = None
+        self.finished = False
+
+    def store(self, rows: Iterable[TokenizedRow]) -> TokenRows:
+        """Write the rows, as they come. Raises DiskFull."""
+        file = self._create()
+        if file is None:
+            return self._cache.temporary(rows)
+        with file:
+            self._rows = write_rows(rows, file)
+        return self._rows
+
+    def finish(self, report: dict[str, Any]) -> None:
+        """Write what belongs to the rows that were stored."""
+        if self._folder is None or self._rows is None:
+            return
+        index = io.BytesIO()
+        np.save(index, self._rows.entries, allow_pickle=False)
+        files = {INDEX_FILE: index.getvalue(), REPORT_FILE: json.dumps(report).encode()}
+        hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
+        files[HASHES_FILE] = json.dumps({ROWS_FILE: self._rows.sha256, **hashes}).encode()
+        try:
+            for name, content in files.items():
+                (self._folder / name).write_bytes(content)
+            self.finished = True
+        except OSError as error:
+            logger.warning("tokens are not cached: %s", error)
+
+    def _create(self) -> IO[bytes] | None:
+        """The file for the rows; None where they are not kept."""
+        if self._folder is None:
+            return None
+        try:
+            self._folder.mkdir(parents=True)
+            return (self._folder / ROWS_FILE).open("x+b", buffering=0)
+        except OSError as error:
+            logger.warning("tokens are not cached: %s", error)
+            return None
 
 
 def _limit_from_environment() -> int:
@@ -122,37 +189,21 @@ def _limit_from_environment() -> int:
     return int(text)
 
 
-def _encoded(data: TokenizedDataset) -> dict[str, bytes]:
-    rows = io.BytesIO()
-    np.savez(
-        rows,
-        allow_pickle=False,
-        numbers=np.array([row.row for row in data.rows], dtype=np.int64),
-        lengths=np.array([len(row.tokens) for row in data.rows], dtype=np.int64),
-        tokens=np.concatenate([row.tokens for row in data.rows]),
-        weights=np.concatenate([row.weights for row in data.rows]),
-    )
-    files = {ROWS_FILE: rows.getvalue(), REPORT_FILE: json.dumps(data.report).encode()}
-    hashes = {name: hashlib.sha256(content).hexdigest() for name, content in files.items()}
-    return {**files, HASHES_FILE: json.dumps(hashes).encode()}
+def _size(entry: Path) -> int:
+    return sum(file.stat().st_size for file in entry.iterdir())
 
 
-def _write(folder: Path, files: dict[str, bytes]) -> None:
-    folder.mkdir()
-    for name, content in files.items():
-        (folder / name).write_bytes(content)
+def _last_written(entry: Path) -> float:
+    return max(path.stat().st_mtime for path in (entry, *entry.iterdir()))
 
 
 def _read(entry: Path) -> TokenizedDataset:
     """Raises OSError, or one of several others where the entry is damaged."""
     hashes = json.loads((entry / HASHES_FILE).read_bytes())
-    files = {name: (entry / name).read_bytes() for name in (ROWS_FILE, REPORT_FILE)}
+    files = {name: (entry / name).read_bytes() for name in (INDEX_FILE, REPORT_FILE)}
     for name, content in files.items():
         if hashlib.sha256(content).hexdigest() != hashes[name]:
             raise ValueError(f"{name} differs from its hash")
-    with np.load(io.BytesIO(files[ROWS_FILE]), allow_pickle=False) as arrays:
-        numbers, lengths = arrays["numbers"].tolist(), arrays["lengths"]
-        tokens, weights = arrays["tokens"], arrays["weights"]
-    edges = np.cumsum(lengths)[:-1]
-    parts = zip(numbers, np.split(tokens, edges), np.split(weights, edges), strict=True)
-    return TokenizedDataset([TokenizedRow(*part) for part in parts], json.loads(files[REPORT_FILE]))
+    index = np.load(io.BytesIO(files[INDEX_FILE]), allow_pickle=False)
+    rows = open_token_rows(entry / ROWS_FILE, index, hashes[ROWS_FILE])
+    return TokenizedDataset(rows, json.loads(files[REPORT_FILE]))
