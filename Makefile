@@ -7,7 +7,7 @@ SOURCES := apis post_training providers distributions tests examples benchmarks
 # The cases that are measured at other ranks and step sizes too.
 SPOTS := ours,torchtune-padded,trl-padded
 
-.PHONY: quickstart test test-faults bench check fix clean
+.PHONY: quickstart test test-faults test-clients bench check fix clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python examples/quickstart/quickstart.py
@@ -18,6 +18,12 @@ test: check
 # The long forms of the tests that kill, fill and cut: about half an hour.
 test-faults: $(VENV)/.test
 	POSTGRAD_LONG_FAULTS=1 $(BIN)/python -m pytest tests/faults
+
+# Every client of the matrix, each in an environment of its own under ~/.cache/postgrad/clients; prints a table. About ten
+# minutes, less once the environments are there. Those for Python 3.12 are skipped where there is none.
+test-clients: $(VENV)/.test
+	POSTGRAD_ALL_CLIENTS=1 $(BIN)/python -m pytest tests/clients
+	POSTGRAD_FUZZ_EXAMPLES=1000 $(BIN)/python -m pytest tests/test_schema_fuzz.py
 
 # Hours, on a machine that does nothing else; what they found goes into docs/performance.md.
 bench: $(VENV)/.bench

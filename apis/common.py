@@ -8,7 +8,7 @@ from collections.abc import Iterable
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
 
 from apis.errors import InvalidField
 
@@ -71,7 +71,13 @@ def _identifier(value: str) -> str:
         raise ValueError(error.message) from None
 
 
-Identifier = Annotated[str, AfterValidator(_identifier)]
+_IDENTIFIER_SCHEMA = {
+    "type": "string",
+    "minLength": 1,
+    "maxLength": MAX_IDENTIFIER_LENGTH,
+    "pattern": f"^{_SEGMENT.pattern}(/{_SEGMENT.pattern})*$",
+}
+Identifier = Annotated[str, AfterValidator(_identifier), WithJsonSchema(_IDENTIFIER_SCHEMA)]
 
 
 def check_nesting(value: Any) -> None:

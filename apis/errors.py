@@ -8,6 +8,7 @@
     │   ├── UnsupportedModel      no configured provider computes this model rightly
     │   └── ModelInvalid          a model directory is incomplete or damaged
     ├── Unauthorized (401)
+    ├── Forbidden (403)           the key may see this and not change it
     ├── MethodNotAllowed (405)
     ├── NotFound (404)
     │   ├── JobNotFound, DatasetNotFound, ModelNotFound, CheckpointNotFound, FileMissing
@@ -104,6 +105,11 @@ class ModelInvalid(BadRequest):
 class Unauthorized(PostgradError):
     code = "unauthorized"
     http_status = 401
+
+
+class Forbidden(PostgradError):
+    code = "forbidden"
+    http_status = 403
 
 
 class NotFound(PostgradError):

@@ -14,6 +14,8 @@ from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apis.errors import DataInvalid, MethodNotAllowed, NotFound, PostgradError, TooLarge, Unauthorized, field_path
+from distributions.dialects.validation import SHAPE_TAG
+from distributions.methods import allowed_methods
 from post_training.checkpoints.layout import disk_full
 from post_training.jobs.database import store_error
 
@@ -21,6 +23,8 @@ log = logging.getLogger(__name__)
 
 RETRY_AFTER_SECONDS = 5
 _OPENAI_TAILS = ("/chat/completions", "/completions")
+_OPENAI_PREFIX = "/v1/openai/"
+_SHARED_WITH_OPENAI = "/v1/models"
 _MAX_FAULTS = 20
 _MAX_NAME = 100
 _CODES = {kind.http_status: kind.code for kind in (Unauthorized, NotFound, MethodNotAllowed, TooLarge)}
@@ -90,15 +94,20 @@ def _answer(
     extra: Mapping[str, Any],
     with_detail: bool = True,
 ) -> JSONResponse:
-    if path.endswith(_OPENAI_TAILS):
-        body: dict[str, Any] = {
-            "error": {"message": message, "type": _openai_type(status), "param": param, "code": code}
-        }
-    else:
-        body = {"error": {"code": code, "message": message, "param": param, **extra}}
-        if with_detail:
-            body["detail"] = message
+    error = {"code": code, "message": message, "param": param}
+    if answers_as_openai(path):
+        return JSONResponse({"error": {**error, "type": _openai_type(status)}}, status, headers=dict(headers))
+    if path.startswith(_SHARED_WITH_OPENAI):
+        error["type"] = _openai_type(status)
+    body: dict[str, Any] = {"error": {**error, **extra}}
+    if with_detail:
+        body["detail"] = message
     return JSONResponse(body, status, headers=dict(headers))
+
+
+def answers_as_openai(path: str) -> bool:
+    """Whether errors at `path` are in OpenAI's envelope."""
+    return path.endswith(_OPENAI_TAILS) or path.startswith(_OPENAI_PREFIX)
 
 
 def _openai_type(status: int) -> str:
@@ -116,11 +125,16 @@ async def _on_postgrad_error(request: Request, error: Exception) -> JSONResponse
 async def _on_http_exception(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, HTTPException)
     status = error.status_code
+    headers = {name.lower(): value for name, value in (error.headers or {}).items()} | {"x-should-retry": "false"}
+    if status == MethodNotAllowed.http_status:
+        allowed = allowed_methods(request.app.routes, request.scope)
+        headers["allow"] = ", ".join([*allowed, "OPTIONS"])
+        # An id may hold slashes, so DELETE takes every path below the jobs: that alone makes no route of it.
+        status = NotFound.http_status if allowed == ["DELETE"] else status
     messages = {
         404: "there is no such route; GET /v1/inspect/routes lists them all",
         405: f"this route does not take {request.method}",
     }
-    headers = {**(error.headers or {}), "x-should-retry": "false"}
     message = messages.get(status, str(error.detail))
     return _answer(request.url.path, status, _CODES.get(status, "bad_request"), message, None, headers, extra={})
 
@@ -144,6 +158,7 @@ async def _on_invalid_request(request: Request, error: Exception) -> JSONRespons
 
 def _fault(item: Mapping[str, Any], body: Any) -> dict[str, Any]:
     loc = list(item["loc"])
+    loc = [part for part in loc if not str(part).startswith(SHAPE_TAG)]
     plain = [loc[0], *field_path(loc[1:], body)] if loc and loc[0] == "body" else loc
     return {"loc": [_short(part) for part in plain], "msg": _message(item, body), "type": item["type"]}
 

@@ -1,12 +1,8 @@
-"""What meets a request before its route: a trace id, the key check, the size limit, translation of old shapes."""
+"""What meets a request before its route: a trace id, the size limit, translation of old shapes."""
 
 from __future__ import annotations
 
-import hashlib
-import hmac
-import ipaddress
 import json
-import re
 import secrets
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -16,12 +12,10 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apis.errors import InvalidField, StackError, TooLarge, Unauthorized
+from apis.errors import TooLarge
 from distributions.errors import error_response
 
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
-OPEN_PATHS = frozenset({"/v1/health"})
-HASH_PREFIX = "sha256:"
 SMALL_BODY_BYTES = 2**18
 
 
@@ -40,75 +34,6 @@ class TraceId:
             await send(message)
 
         await self.app(scope, receive, mark)
-
-
-def hash_key(key: str) -> bytes:
-    """The digest of an API key. `sha256:<hex>` is the digest itself, so that a run.yaml need not hold the key.
-
-    Raises:
-        StackError: what follows `sha256:` is not a digest.
-    """
-    if not key.startswith(HASH_PREFIX):
-        return hashlib.sha256(key.encode()).digest()
-    digest = key.removeprefix(HASH_PREFIX)
-    if not re.fullmatch("[0-9a-fA-F]{64}", digest):
-        raise StackError(f"the API key: after `{HASH_PREFIX}` there must be 64 hexadecimal digits")
-    return bytes.fromhex(digest)
-
-
-class ApiKey:
-    """Demands `Authorization: Bearer <key>` on every route but health."""
-
-    def __init__(self, app: ASGIApp, digest: bytes) -> None:
-        self.app, self.digest = app, digest
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._holds_key(scope):
-            await self.app(scope, receive, send)
-            return
-        error = Unauthorized("this server needs its API key: send `Authorization: Bearer <key>`")
-        response = error_response(error, scope["path"])
-        response.headers["www-authenticate"] = "Bearer"
-        await response(scope, receive, send)
-
-    def _holds_key(self, scope: Scope) -> bool:
-        scheme, _, key = Headers(scope=scope).get("authorization", "").partition(" ")
-        given = hashlib.sha256(key.strip().encode("utf-8", "surrogateescape")).digest()
-        return hmac.compare_digest(given, self.digest) and scheme.lower() == "bearer"
-
-
-class LoopbackNames:
-    """Answers only requests that name this machine as their host; for a server without an API key.
-
-    A page of another site can have its own name resolve to 127.0.0.1 and then send requests from the visitor's browser
-    as if they came from the same site (DNS rebinding); its name still stands in their Host header.
-    """
-
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or is_loopback(_host_name(Headers(scope=scope).get("host", ""))):
-            await self.app(scope, receive, send)
-            return
-        error = InvalidField(
-            "this server has no API key, so it answers only under 127.0.0.1, localhost or ::1", param="Host"
-        )
-        await error_response(error, scope["path"])(scope, receive, send)
-
-
-def _host_name(header: str) -> str:
-    """The name in a Host header, without port and brackets."""
-    if header.startswith("["):
-        return header[1:].partition("]")[0]
-    return header.partition(":")[0]
-
-
-def is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host.lower() == "localhost"
 
 
 class _Exceeded(HTTPException):

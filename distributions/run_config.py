@@ -6,7 +6,7 @@ import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -18,6 +18,7 @@ from apis.models.models import RegisterModelRequest
 from distributions.dialects.llama_stack_v1 import translate_dataset_registration
 from distributions.environment import DISABLED, substitute
 from distributions.home import state_home
+from distributions.run_generations import keep_ours, translate
 from post_training.jobs.devices import slots_of, visible_gpus
 from post_training.jobs.scheduler import SchedulerSettings
 
@@ -70,6 +71,7 @@ class ProviderEntry(_Section):
 class StoreConfig(_Section):
     """Where jobs, data sets and models are kept: a SQLite file, or PostgreSQL by `url` or by its parts.
 
+    `ssl_mode` and `ca_cert_path` are libpq's sslmode and sslrootcert.
     `namespace` and `table_name` are accepted because Llama Stack's run.yaml files have them, and do nothing.
     """
 
@@ -82,6 +84,8 @@ class StoreConfig(_Section):
     db: str = "postgrad"
     user: str = "postgrad"
     password: str = ""
+    ssl_mode: str | None = None
+    ca_cert_path: str | None = None
     table_name: str | None = None
 
     def sqlalchemy_url(self, home: Path) -> str:
@@ -90,11 +94,13 @@ class StoreConfig(_Section):
         if self.type == "sqlite":
             return f"sqlite:///{self.db_path or home / 'postgrad.db'}"
         login = quote(self.user, safe="") + (f":{quote(self.password, safe='')}" if self.password else "")
-        name = quote(self.db, safe="")
+        name, secure = quote(self.db, safe=""), {"sslmode": self.ssl_mode, "sslrootcert": self.ca_cert_path}
+        options = {key: value for key, value in secure.items() if value}
         if self.host.startswith("/"):  # the folder of a Unix socket
-            return f"postgresql://{login}@/{name}?host={quote(self.host, safe='/')}&port={self.port}"
+            options = {"host": self.host, "port": str(self.port), **options}
+            return f"postgresql://{login}@/{name}?{urlencode(options, safe='/')}"
         host = f"[{self.host}]" if ":" in self.host else self.host
-        return f"postgresql://{login}@{host}:{self.port}/{name}"
+        return f"postgresql://{login}@{host}:{self.port}/{name}" + (f"?{urlencode(options)}" if options else "")
 
 
 class ServerConfig(_Section):
@@ -222,11 +228,12 @@ def load_run_config(name_or_path: str, environ: Mapping[str, str]) -> StackRunCo
     """
     text, source = _read(name_or_path)
     raw = _parse(text, source)
-    ours = _keep_ours(raw, source)
+    ours = keep_ours(raw, StackRunConfig.model_fields, environ, source)
+    translated = translate(substitute(ours, environ), source)
     try:
-        config = StackRunConfig.model_validate(substitute(ours, environ))
+        config = StackRunConfig.model_validate(translated.values)
     except ValidationError as error:
-        raise RunConfigInvalid(f"{source}: {_faults(error)}") from None
+        raise RunConfigInvalid(f"{source}: {_faults(error, translated.places)}") from None
     if config.metadata_store.namespace or config.metadata_store.table_name:
         log.warning("%s: metadata_store: namespace and table_name have no effect: the tables' names are fixed", source)
     config._environ = dict(environ)
@@ -264,27 +271,9 @@ def _parse(text: str, source: str) -> dict[str, Any]:
     return raw
 
 
-def _keep_ours(raw: dict[str, Any], source: str) -> dict[str, Any]:
-    """Drop what other stacks' APIs need, with a warning line each, before its variables are asked for."""
-    apis = {api.value for api in Api}
-    ours = {key: value for key, value in raw.items() if key in StackRunConfig.model_fields}
-    for key, value in raw.items():
-        if key not in ours and value:
-            log.warning("%s: section %r has no meaning here and is left out", source, key)
-    listed, providers = raw.get("apis"), raw.get("providers")
-    foreign: list[object] = []
-    if isinstance(listed, list):
-        ours["apis"] = [api for api in listed if api in apis]
-        foreign += [api for api in listed if api not in apis]
-    if isinstance(providers, dict):
-        ours["providers"] = {api: entries for api, entries in providers.items() if api in apis}
-        foreign += [api for api, entries in providers.items() if api not in apis and entries]
-    for api in dict.fromkeys(map(str, foreign)):
-        log.warning("%s: API %r is not one of this stack's (%s) and is left out", source, api, ", ".join(sorted(apis)))
-    return ours
-
-
-def _faults(error: ValidationError) -> str:
-    faults = [f"{'.'.join(map(str, fault['loc']))}: {fault['msg']}" for fault in error.errors()]
+def _faults(error: ValidationError, places: Mapping[str, str]) -> str:
+    """Each fault with its dotted path in the file; `places`: see `Translated`."""
+    found = [(list(map(str, fault["loc"])), fault["msg"]) for fault in error.errors()]
+    faults = [f"{'.'.join([*(places.get(part, part) for part in loc[:1]), *loc[1:]])}: {msg}" for loc, msg in found]
     more = len(faults) - _SHOWN_FAULTS
     return "; ".join(faults[:_SHOWN_FAULTS]) + (f"; and {more} more" if more > 0 else "")

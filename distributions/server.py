@@ -21,13 +21,23 @@ import apis.models.routes
 import apis.post_training.routes
 from apis.common import Api
 from apis.errors import PortBusy, RunConfigInvalid, StackError
+from distributions.authentication import Authenticate, KeyRing, hash_key, is_loopback, store_has_keys
+from distributions.dialects import llama_stack_alpha as alpha
+from distributions.dialects import llama_stack_alpha_catalog as alpha_catalog
 from distributions.dialects import llama_stack_v1 as v1
+from distributions.dialects.llama_stack_datasets import create_rows_router
+from distributions.dialects.llama_stack_inference_routes import create_inference_router
+from distributions.dialects.openai_streams import StreamsWithoutDone
+from distributions.dialects.other_apis import create_other_apis_router
 from distributions.errors import CatchAll, add_exception_handlers
 from distributions.inspection import StackInspection
-from distributions.middleware import ApiKey, BodyLimit, LoopbackNames, TraceId, TranslateBody, hash_key, is_loopback
+from distributions.methods import Methods
+from distributions.middleware import BodyLimit, TraceId, TranslateBody
+from distributions.openapi import Documented
 from distributions.resolver import PlannedProvider, plan
 from distributions.run_config import LoggingConfig, StackRunConfig
 from distributions.stack import Stack, build_stack
+from post_training.catalog.keys import ApiKeys
 from providers.registry import BUILT_IN
 from providers.spec import ProviderSpec
 
@@ -41,7 +51,7 @@ def create_app(stack: Stack, api_key: str | None = None) -> FastAPI:
     """Every route of the stack. The app's lifespan starts the providers and shuts them down.
 
     Args:
-        api_key: demanded from every caller; None: nothing is demanded.
+        api_key: the administrator's. None: only keys in the store are known, and without any nothing is demanded.
     """
 
     @asynccontextmanager
@@ -52,36 +62,51 @@ def create_app(stack: Stack, api_key: str | None = None) -> FastAPI:
         finally:
             await stack.shutdown()
 
-    app = FastAPI(title="Postgrad", lifespan=lifespan)
+    app = Documented(lifespan=lifespan)
     add_exception_handlers(app)
     _mount(app, stack)
     # The one added last meets a request first.
+    app.add_middleware(Methods)
+    app.add_middleware(StreamsWithoutDone)
     app.add_middleware(TranslateBody, translations=v1.body_translations())
     app.add_middleware(BodyLimit, limit=stack.config.server.max_body_bytes)
-    if api_key is not None:
-        app.add_middleware(ApiKey, digest=hash_key(api_key))
-    else:
-        app.add_middleware(LoopbackNames)
+    administrator = None if api_key is None else hash_key(api_key)
+    app.add_middleware(Authenticate, keys=KeyRing(ApiKeys(stack.database)), administrator=administrator)
     app.add_middleware(CatchAll)
     app.add_middleware(TraceId)
     return app
 
 
 def _mount(app: FastAPI, stack: Stack) -> None:
+    """Each API where it is at home, and, marked as deprecated, where older clients look for it."""
     inspection = StackInspection(stack.providers, app.openapi, stack.store_answers)
     app.include_router(apis.inspect.routes.create_router(inspection), prefix="/v1")
+    app.include_router(apis.inspect.routes.create_router(inspection), prefix="/v1alpha/admin")
     app.include_router(v1.create_inspect_router(inspection), prefix="/v1")
-    for prefix in ("/v1", "/v1/openai/v1"):
-        app.include_router(apis.models.routes.create_router(stack.models), prefix=prefix)
-        if (inference := stack.impl(Api.inference)) is not None:
-            app.include_router(apis.inference.routes.create_router(inference), prefix=prefix)
-    for prefix in ("/v1", "/v1beta"):
-        app.include_router(apis.datasets.routes.create_router(stack.datasets), prefix=prefix)
-    app.include_router(v1.create_rows_router(stack.datasets), prefix="/v1")
+    app.include_router(alpha_catalog.create_alpha_inspect_router(inspection), prefix="/alpha")
+    _mount_models(app, stack)
+    for prefix, old in (("/v1beta", None), ("/v1", True)):
+        app.include_router(apis.datasets.routes.create_router(stack.datasets), prefix=prefix, deprecated=old)
+    app.include_router(create_rows_router(stack.datasets), prefix="/v1")
+    app.include_router(alpha_catalog.create_alpha_datasets_router(stack.datasets), prefix="/alpha")
     if (post_training := stack.impl(Api.post_training)) is not None:
-        for prefix in ("/v1", "/v1alpha"):
+        for prefix, old in (("/v1alpha", None), ("/v1", True)):
             app.include_router(v1.create_flat_job_router(post_training), prefix=prefix)
-            app.include_router(apis.post_training.routes.create_router(post_training), prefix=prefix)
+            app.include_router(apis.post_training.routes.create_router(post_training), prefix=prefix, deprecated=old)
+        app.include_router(alpha.create_alpha_jobs_router(post_training), prefix="/alpha")
+    app.include_router(create_other_apis_router(), prefix="/v1")
+
+
+def _mount_models(app: FastAPI, stack: Stack) -> None:
+    inference = stack.impl(Api.inference)
+    for prefix, old in (("/v1", None), ("/v1/openai/v1", True)):
+        app.include_router(apis.models.routes.create_router(stack.models), prefix=prefix, deprecated=old)
+        if inference is not None:
+            app.include_router(apis.inference.routes.create_router(inference), prefix=prefix, deprecated=old)
+    app.include_router(alpha_catalog.create_alpha_models_router(stack.models), prefix="/alpha")
+    if inference is not None:
+        app.include_router(create_inference_router(inference), prefix="/v1")
+        app.include_router(create_inference_router(inference, plain_deltas=True), prefix="/alpha")
 
 
 def serve(
@@ -105,20 +130,27 @@ def serve(
     host = host or config.server.host
     port = config.server.port if port is None else port
     api_key = config.environ.get(KEY_VARIABLE) or config.server.api_key
-    check_exposure(host, api_key)
+    check_exposure(host, api_key, lambda: store_has_keys(config))
     planned = plan(config, specs)
     with contextlib.closing(bind(host, port)) as listener:
         asyncio.run(_serve(config, planned, listener, api_key, on_ready))
 
 
-def check_exposure(host: str, api_key: str | None) -> None:
-    """Refuse a key that is no key, and to serve other machines without one. Raises StackError."""
+def check_exposure(host: str, api_key: str | None, has_keys: Callable[[], bool] = lambda: False) -> None:
+    """Refuse a key that is no key, and to serve other machines without one.
+
+    Args:
+        has_keys: whether there are keys in the store; asked only where that decides.
+
+    Raises:
+        StackError
+    """
     if api_key is not None:
         hash_key(api_key)
-    if api_key is None and not is_loopback(host):
+    if api_key is None and not is_loopback(host) and not has_keys():
         raise StackError(
-            f"host {host} can be reached from other machines, so an API key is needed: set ${KEY_VARIABLE} "
-            "(or server.api_key in the run.yaml), or serve on 127.0.0.1"
+            f"host {host} can be reached from other machines, so an API key is needed: make one with "
+            f"`postgrad keys create`, set ${KEY_VARIABLE} (or server.api_key in the run.yaml), or serve on 127.0.0.1"
         )
 
 

@@ -30,6 +30,7 @@ from post_training.job_files import finish_deletions
 from post_training.jobs.database import Database, SchemaRow, store_error
 from post_training.jobs.scheduler import Scheduler, local_scheduler
 from post_training.jobs.store import JobStore
+from post_training.owners import STACK, acting_as
 
 log = logging.getLogger(__name__)
 
@@ -143,7 +144,8 @@ async def build_stack(config: StackRunConfig, planned: Sequence[PlannedProvider]
         scheduler = local_scheduler(database, config.home, config.jobs.settings(config.environ))
         providers = await build(planned, database, models, datasets, scheduler, config)
         stack = Stack(config, database, models, datasets, scheduler, lock, providers)
-        await _register_listed(stack)
+        with acting_as(STACK):
+            await _register_listed(stack)
         return stack
     except BaseException:
         if database is not None:

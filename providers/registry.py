@@ -48,8 +48,37 @@ BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _LOCALFS, _HUB, _TRANSFORMERS)
 ALIASES: dict[tuple[Api, str], str] = {
     (Api.post_training, "inline::torchtune-cpu"): "inline::torchtune",
     (Api.post_training, "inline::torchtune-gpu"): "inline::torchtune",
+    (Api.post_training, "inline::huggingface-cpu"): "inline::huggingface",
+    (Api.post_training, "inline::huggingface-gpu"): "inline::huggingface",
     (Api.inference, "inline::meta-reference"): "inline::transformers",
 }
+
+# Every type that a Llama Stack from 0.1 to 0.6 had for these APIs: a file that names one is right, and a stack that
+# lacks it goes without.
+_UPSTREAM: dict[Api, str] = {
+    Api.post_training: "inline::torchtune inline::torchtune-cpu inline::torchtune-gpu inline::huggingface "
+    "inline::huggingface-cpu inline::huggingface-gpu remote::nvidia",
+    Api.datasetio: "inline::localfs remote::huggingface remote::nvidia",
+    Api.inference: "inline::meta-reference inline::meta-reference-quantized inline::vllm inline::sentence-transformers "
+    "inline::transformers remote::anthropic remote::azure remote::bedrock remote::cerebras "
+    "remote::cerebras-openai-compat remote::databricks remote::fireworks remote::fireworks-openai-compat "
+    "remote::gemini remote::groq remote::groq-openai-compat remote::hf::endpoint remote::hf::serverless "
+    "remote::llama-cpp-server remote::llama-openai-compat remote::nvidia remote::oci remote::ollama remote::openai "
+    "remote::passthrough remote::runpod remote::sambanova remote::sambanova-openai-compat remote::sample remote::tgi "
+    "remote::together remote::together-openai-compat remote::vertexai remote::vllm remote::watsonx",
+}
+
+
+def is_only_upstream(api: Api, provider_type: str, specs: Sequence[ProviderSpec] = BUILT_IN) -> bool:
+    """Whether Llama Stack had `provider_type` for `api` and none of `specs` serves it."""
+    wanted = ALIASES.get((api, provider_type), provider_type)
+    known = provider_type in _UPSTREAM.get(api, "").split()
+    return known and not any(spec.api is api and spec.provider_type == wanted for spec in specs)
+
+
+def types_of(api: Api, specs: Sequence[ProviderSpec] = BUILT_IN) -> list[str]:
+    """The types that serve `api`, sorted."""
+    return sorted(spec.provider_type for spec in specs if spec.api is api)
 
 
 def find_spec(api: Api, provider_type: str, specs: Sequence[ProviderSpec] = BUILT_IN) -> ProviderSpec:
@@ -62,7 +91,7 @@ def find_spec(api: Api, provider_type: str, specs: Sequence[ProviderSpec] = BUIL
     for spec in specs:
         if spec.api is api and spec.provider_type == wanted:
             return spec
-    known = ", ".join(sorted(spec.provider_type for spec in specs if spec.api is api))
+    known = ", ".join(types_of(api, specs))
     raise ProviderInvalid(
         f"no provider of type {provider_type!r} is known for {api.value}; "
         + (f"known: {known}" if known else f"{api.value} is served by the stack itself and takes no provider")

@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import re
 import subprocess
 import sys
 import textwrap
@@ -173,8 +172,8 @@ def test_other_data_uris_read_as_rows(uri: str):
         ("lsfs://a.jsonl", "not read over 'lsfs'"),
         ("huggingface://datasets/org/name", "allow_hub: true"),
         ("file://host/a.jsonl", "names no host"),
-        ("a.arrow", "data files end in .csv, .json, .jsonl, .parquet"),
-        ("a", "data files end in .csv, .json, .jsonl, .parquet"),
+        ("a.arrow", "data files end in .csv, .json, .jsonl, .parquet, .xlsx"),
+        ("a", "data files end in .csv, .json, .jsonl, .parquet, .xlsx"),
         ("a\0.jsonl", "NUL"),
     ],
 )

@@ -364,7 +364,7 @@ try:
     with database.session() as session:
         for number in range(200):
             session.execute(text("UPDATE catalog_aliases SET target = :text"), {"text": "x" * 20000})
-            session.execute(text("INSERT INTO catalog_aliases SELECT :i, target, details, created_at "
+            session.execute(text("INSERT INTO catalog_aliases SELECT :i, target, details, created_at, owned_by "
                                  "FROM catalog_aliases LIMIT 1"), {"i": str(number)})
 except SQLAlchemyError as error:
     print(store_error(error).code, store_error(error).message)

@@ -126,8 +126,19 @@ async def test_files_and_data_uris_are_read_and_keep_their_uri(catalog: DatasetC
         assert dataset.source == URIDataSource(uri=uri)
         assert (await catalog.iterrows(dataset_id)).data == ROWS
         assert read(catalog.reference(dataset_id)) == ROWS
-        with pytest.raises(InvalidField, match="cannot be appended to"):
-            await catalog.append_rows(dataset_id, ROWS)
+    with pytest.raises(InvalidField, match="cannot be appended to"):
+        await catalog.append_rows("file", ROWS)
+
+
+async def test_rows_can_be_appended_to_those_of_a_data_uri(catalog: DatasetCatalog):
+    # Clients up to 0.1.7 have no other way to send rows, and have a call to append some.
+    uri = "data:None;base64," + base64.b64encode(json.dumps(ROWS).encode()).decode()
+    await catalog.register_dataset(uri_request(uri, "inline"))
+    before = catalog.reference("inline")
+    await catalog.append_rows("inline", [{"prompt": "c", "completion": "d"}])
+    assert (await catalog.iterrows("inline")).data == [*ROWS, {"prompt": "c", "completion": "d"}]
+    assert read(before) == ROWS
+    assert read(catalog.reference("inline")) == [*ROWS, {"prompt": "c", "completion": "d"}]
 
 
 @pytest.mark.parametrize(

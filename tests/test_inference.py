@@ -295,6 +295,20 @@ def test_top_p_draws_from_the_fewest_tokens_that_reach_it_in_proportion():
     assert {Sampler(Sampling(top_p=0, seed=seed))(logits) for seed in range(50)} == {1}
 
 
+def test_top_k_draws_from_the_likeliest_tokens_in_proportion_and_all_that_equal_the_last():
+    logits = torch.tensor([0.15, 0.5, 0.05, 0.3]).log()
+    sampler = Sampler(Sampling(top_k=2, seed=0))
+    counts = Counter(sampler(logits) for _ in range(4000))
+    assert set(counts) == {1, 3}
+    assert counts[1] / 4000 == pytest.approx(0.625, abs=0.031)
+    assert {Sampler(Sampling(top_k=1, seed=seed))(logits) for seed in range(50)} == {1}
+    tied = torch.tensor([1.0, 0.0, 1.0, 1.0])
+    assert {Sampler(Sampling(top_k=2, seed=seed))(tied) for seed in range(50)} == {0, 2, 3}
+    assert Sampler(Sampling(top_k=9, seed=1))(logits) == Sampler(Sampling(seed=1))(logits)
+    # top_p counts what top_k has left.
+    assert {Sampler(Sampling(top_k=2, top_p=0.6, seed=seed))(logits) for seed in range(50)} == {1}
+
+
 def test_temperature_scales_the_logits():
     logits = torch.tensor([0.0, 1.0])
     sampler = Sampler(Sampling(temperature=0.5, seed=0))

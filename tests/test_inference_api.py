@@ -301,7 +301,7 @@ def test_tools_that_the_template_would_not_show_are_a_400(stack: Stack):
 @pytest.mark.parametrize(
     ("field", "value"),
     [
-        ("top_k", 5),
+        ("top_k", 0),
         ("n", 2),
         ("logprobs", True),
         ("presence_penalty", 0.5),

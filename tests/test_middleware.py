@@ -13,7 +13,8 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from apis.errors import StackError
-from distributions.middleware import SMALL_BODY_BYTES, TranslateBody, hash_key
+from distributions.authentication import hash_key
+from distributions.middleware import SMALL_BODY_BYTES, TranslateBody
 
 
 async def test_a_large_body_is_translated_beside_the_event_loop():

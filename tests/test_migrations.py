@@ -17,6 +17,7 @@ from sqlalchemy import Connection, MetaData, inspect, text
 
 # Imported for their tables.
 import post_training.catalog.datasets
+import post_training.catalog.keys
 import post_training.catalog.model_tables
 import post_training.jobs.tables  # noqa: F401
 from apis.errors import StackError
@@ -25,6 +26,7 @@ from post_training.jobs.leases import Leases
 from post_training.jobs.migrations import upgrade
 from post_training.jobs.states import LeaseLost
 from post_training.jobs.store import JobStore
+from post_training.owners import acting_as, key_holder
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 Rows = dict[str, list[dict[str, Any]]]
@@ -204,7 +206,7 @@ def test_a_store_of_the_first_release_keeps_every_row(old_store: str):
         "schema_version": 1,
     }
     for name in CATALOG:
-        assert after[name] == before[name]
+        assert [{key: row[key] for key in before[name][0]} for row in after[name]] == before[name]
     ids = {row["sequence"]: row["job_uuid"] for row in after["jobs"]}
     for row in after["events"]:
         row["job_uuid"] = ids[row["job_sequence"]]
@@ -329,6 +331,55 @@ def test_a_worker_of_the_second_layout_has_lost_its_job_which_waits_again(databa
     assert store.transitions("job-3")[-1].reason == "the store was migrated while it ran"
     assert store.last_events("job-3", 1)[0].message == "scheduled: the store was migrated while it ran"
     assert store.get("job-7").status == "completed"
+    database.close()
+
+
+OWNED = ("jobs", "catalog_checkpoints", "catalog_aliases", "catalog_datasets")
+
+
+def make_third_store(url: str) -> None:
+    """A store of the third layout: a job that runs, and rows in every catalog."""
+    store = Database(url)
+    with store.engine.begin() as connection:
+        upgrade(connection, Layout(None, None), "0003")
+        tables = MetaData()
+        tables.reflect(connection)
+        running = old_job(3, "in_progress", attempt=1, lost_attempts=0, moved_at=at(9))
+        connection.execute(tables.tables["jobs"].insert().values(**running))
+        lease = {"owner": "token", "host": "here", "slot": "cpu:0", "beats": 1, "claimed_at": at(9)}
+        connection.execute(tables.tables["leases"].insert().values(job_uuid="job-3", **lease))
+        for name, rows in CATALOG.items():
+            connection.execute(tables.tables[name].insert().values(rows))
+    store.close()
+
+
+def test_what_was_there_before_there_were_owners_has_none_and_nobody_who_holds_a_key_sees_it(database_url: str):
+    make_third_store(database_url)
+    database = Database(database_url)
+    database.migrate()
+    with database.engine.connect() as connection:
+        after = content(connection)
+    assert all({row["owned_by"] for row in after[name]} == {None} for name in OWNED)
+    assert after["api_keys"] == []
+    store = JobStore(database)
+    assert [job.job_uuid for job in store.summaries()] == ["job-3"]
+    with acting_as(key_holder("key_1")):
+        assert store.summaries() == []
+    database.close()
+
+
+def test_a_worker_of_the_third_layout_goes_on_with_its_job(database_url: str):
+    make_third_store(database_url)
+    database = Database(database_url)
+    database.migrate()
+    store, leases = JobStore(database), Leases(database)
+    leases.beat("job-3", "token")
+    assert (store.get("job-3").status, len(store.transitions("job-3"))) == ("in_progress", 0)
+    # As the program of the third layout writes a row, which knows nothing of owners.
+    with database.session() as session:
+        columns = "identifier, target, details, created_at"
+        values = "'more', 'base', '{}', '2026-01-01 00:00:00.000000'"
+        session.execute(text(f"INSERT INTO catalog_aliases ({columns}) VALUES ({values})"))
     database.close()
 
 

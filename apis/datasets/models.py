@@ -5,11 +5,13 @@ from __future__ import annotations
 from enum import StrEnum
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter
+from pydantic import Field, TypeAdapter, computed_field
 
 from apis.common import Identifier, JsonObject, RequestModel, ResponseModel
 
 Row = dict[str, Any]
+# Said in the schema only: pydantic's own mark warns whenever the field is read, to be answered with included.
+_DEPRECATED: dict[str, Any] = {"deprecated": True}
 
 
 class DatasetPurpose(StrEnum):
@@ -54,6 +56,16 @@ class Dataset(ResponseModel):
         description="whether `source.rows` holds the first rows only; /datasetio/iterrows has all of them",
     )
     metadata: dict[str, Any] = {}
+    dataset_schema: dict[str, Any] = Field(
+        default={}, description="Empty: the rows say what they hold", json_schema_extra=_DEPRECATED
+    )
+
+    @computed_field(
+        description="The URI of `source`, where clients up to 0.1.7 look for it", json_schema_extra=_DEPRECATED
+    )
+    @property
+    def url(self) -> URIDataSource | None:
+        return self.source if isinstance(self.source, URIDataSource) else None
 
 
 class ListDatasetsResponse(ResponseModel):
@@ -62,6 +74,7 @@ class ListDatasetsResponse(ResponseModel):
 
 class AppendRowsRequest(RequestModel):
     rows: list[Row]
+    dataset_id: Identifier | None = Field(default=None, description="The same as in the path, where it is given")
 
 
 class IterrowsResponse(ResponseModel):
@@ -69,4 +82,5 @@ class IterrowsResponse(ResponseModel):
 
     data: list[Row]
     has_more: bool
+    next_start_index: int | None = Field(default=None, description="Where to read on; null: these were the last")
     url: str | None = None

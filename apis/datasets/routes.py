@@ -13,6 +13,7 @@ from apis.datasets.models import (
     RegisterDatasetRequest,
 )
 from apis.datasets.protocol import Datasets
+from apis.errors import InvalidField
 
 
 def create_router(impl: Datasets) -> APIRouter:
@@ -41,10 +42,14 @@ def create_router(impl: Datasets) -> APIRouter:
         start_index: int | None = Query(None, ge=0, le=MAX_INTEGER),
         limit: int | None = Query(None, ge=-1, le=MAX_INTEGER),
     ) -> IterrowsResponse:
-        return await impl.iterrows(dataset_id, start_index, limit)
+        page = await impl.iterrows(dataset_id, start_index, limit)
+        following = (start_index or 0) + len(page.data) if page.has_more else None
+        return page.model_copy(update={"next_start_index": following})
 
     @router.post("/datasetio/append-rows/{dataset_id:path}", status_code=204, response_class=Response)
     async def append_rows(dataset_id: str, request: AppendRowsRequest) -> None:
+        if request.dataset_id not in (None, dataset_id):
+            raise InvalidField(f"dataset_id is not that of the path, {dataset_id!r}", param="dataset_id")
         await impl.append_rows(dataset_id, request.rows)
 
     return router

@@ -27,7 +27,7 @@ MAX_STOPS = 16
 MAX_PROMPTS = 128
 
 
-def _only(*accepted: object, why: str) -> AfterValidator:
+def only(*accepted: object, why: str) -> AfterValidator:
     """A validator that lets null and `accepted` pass, and says `why` nothing else does."""
 
     def check(value: object) -> object:
@@ -73,7 +73,7 @@ class ChatMessage(RequestModel):
     refusal: None = None
     audio: None = None
     function_call: None = None
-    annotations: Annotated[list[Any] | None, _only([], why="annotations are not read")] = None
+    annotations: Annotated[list[Any] | None, only([], why="annotations are not read")] = None
 
     @field_validator("content", mode="before")
     @classmethod
@@ -102,7 +102,7 @@ class FunctionDefinition(RequestModel):
     name: str = Field(min_length=1)
     description: str | None = None
     parameters: dict[str, Any] | None = Field(default=None, description="JSON schema")
-    strict: Annotated[bool | None, _only(False, why="arguments are not held to their schema")] = None
+    strict: Annotated[bool | None, only(False, why="arguments are not held to their schema")] = None
 
 
 class ToolDefinition(RequestModel):
@@ -112,11 +112,11 @@ class ToolDefinition(RequestModel):
 
 class StreamOptions(RequestModel):
     include_usage: bool | None = False
-    include_obfuscation: Annotated[bool | None, _only(False, why="chunks are not padded")] = None
+    include_obfuscation: Annotated[bool | None, only(False, why="chunks are not padded")] = None
 
 
 class ResponseFormat(RequestModel):
-    type: Annotated[str, _only("text", why="only 'text' is")] = "text"
+    type: Annotated[str, only("text", why="only 'text' is")] = "text"
 
 
 StopString = Annotated[str, StringConstraints(min_length=1)]
@@ -136,6 +136,9 @@ class GenerationRequest(RequestModel):
     top_p: float | None = Field(
         1.0, ge=0, le=1, description="Sample from the fewest tokens whose probabilities reach this sum; null: 1"
     )
+    top_k: int | None = Field(
+        default=None, ge=1, description="Sample from the so many most likely tokens, before `top_p`; null: from all"
+    )
     seed: int | None = Field(
         default=None, ge=-(2**63), le=2**63 - 1, description="The same seed and request give the same answer"
     )
@@ -145,10 +148,10 @@ class GenerationRequest(RequestModel):
     ] = None
     stream: bool | None = False
     stream_options: StreamOptions | None = None
-    n: Annotated[int | None, _only(1, why="send the request again for another answer")] = 1
-    presence_penalty: Annotated[float | None, _only(0, why=_NO_PENALTY)] = None
-    frequency_penalty: Annotated[float | None, _only(0, why=_NO_PENALTY)] = None
-    logit_bias: Annotated[dict[str, float] | None, _only({}, why="logits are not biased")] = None
+    n: Annotated[int | None, only(1, why="send the request again for another answer")] = 1
+    presence_penalty: Annotated[float | None, only(0, why=_NO_PENALTY)] = None
+    frequency_penalty: Annotated[float | None, only(0, why=_NO_PENALTY)] = None
+    logit_bias: Annotated[dict[str, float] | None, only({}, why="logits are not biased")] = None
     user: str | None = Field(default=None, description="A label; changes nothing")
 
     @model_validator(mode="after")
@@ -168,17 +171,17 @@ class ChatCompletionRequest(GenerationRequest):
     messages: list[ChatMessage] = Field(min_length=1)
     max_completion_tokens: int | None = Field(default=None, ge=1, description="The newer name of max_tokens")
     tools: list[ToolDefinition] | None = None
-    tool_choice: Annotated[str | dict[str, Any] | None, _only("auto", "none", why=_TOOLS_AS_TEXT)] = Field(
+    tool_choice: Annotated[str | dict[str, Any] | None, only("auto", "none", why=_TOOLS_AS_TEXT)] = Field(
         default=None, description="none: the model does not see the tools"
     )
-    parallel_tool_calls: Annotated[bool | None, _only(True, why=_TOOLS_AS_TEXT)] = None
+    parallel_tool_calls: Annotated[bool | None, only(True, why=_TOOLS_AS_TEXT)] = None
     response_format: ResponseFormat | None = None
-    logprobs: Annotated[bool | None, _only(False, why=_NO_LOGPROBS)] = None
-    top_logprobs: Annotated[int | None, _only(0, why=_NO_LOGPROBS)] = None
-    modalities: Annotated[list[str] | None, _only(["text"], why="answers are text")] = None
-    store: Annotated[bool | None, _only(False, why="answers are not stored")] = None
+    logprobs: Annotated[bool | None, only(False, why=_NO_LOGPROBS)] = None
+    top_logprobs: Annotated[int | None, only(0, why=_NO_LOGPROBS)] = None
+    modalities: Annotated[list[str] | None, only(["text"], why="answers are text")] = None
+    store: Annotated[bool | None, only(False, why="answers are not stored")] = None
     metadata: dict[str, str] | None = Field(default=None, description="Labels; change nothing")
-    service_tier: Annotated[str | None, _only("auto", "default", why="there is one tier")] = None
+    service_tier: Annotated[str | None, only("auto", "default", why="there is one tier")] = None
     safety_identifier: str | None = Field(default=None, description="A label; changes nothing")
     prompt_cache_key: str | None = Field(default=None, description="A label; changes nothing")
 
@@ -202,10 +205,10 @@ class CompletionRequest(GenerationRequest):
     """Each prompt is answered by one choice, whose `index` is the prompt's."""
 
     prompt: Annotated[list[str], BeforeValidator(_prompts), Field(min_length=1, max_length=MAX_PROMPTS)]
-    best_of: Annotated[int | None, _only(1, why="one answer is made for each prompt")] = None
-    echo: Annotated[bool | None, _only(False, why="the prompt is not repeated")] = None
-    logprobs: Annotated[int | None, _only(why=_NO_LOGPROBS)] = None
-    suffix: Annotated[str | None, _only("", why="text is only generated at the end")] = None
+    best_of: Annotated[int | None, only(1, why="one answer is made for each prompt")] = None
+    echo: Annotated[bool | None, only(False, why="the prompt is not repeated")] = None
+    logprobs: Annotated[int | None, only(why=_NO_LOGPROBS)] = None
+    suffix: Annotated[str | None, only("", why="text is only generated at the end")] = None
 
 
 class _WithoutNulls(ResponseModel):

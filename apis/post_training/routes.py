@@ -128,7 +128,7 @@ def _add_files(router: APIRouter, impl: PostTraining) -> None:
         "/jobs/{job_uuid:path}/checkpoints/{step}/files/{name:path}",
         response_class=FileResponse,
         responses={
-            200: {"description": "The file", "content": {"application/octet-stream": {}}},
+            200: {"description": "The file, of the type that its name says", "content": {"*/*": {}}},
             206: {"description": "The ranges asked for"},
             304: {"description": "The reader has this file"},
         },

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distributions.cli import datasets, models, post_training
+from distributions.cli import datasets, keys, models, post_training
 from distributions.cli.groups import RootGroup
 from distributions.cli.output import Connection
 
@@ -17,6 +17,7 @@ app.add_typer(typer.Typer(), name="stack", help="Start a stack; list templates, 
 app.add_typer(post_training.app, name="post_training", help="Start, watch and stop fine-tuning jobs.")
 app.add_typer(datasets.app, name="datasets", help="Register data and look at its rows.")
 app.add_typer(models.app, name="models", help="See, import and export models.")
+app.add_typer(keys.app, name="keys", help="Make, list and revoke API keys of a stack on this machine.")
 
 
 def _print_version(wanted: bool) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
@@ -12,8 +11,9 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from apis.errors import InvalidField, StackError
+from apis.errors import InvalidField
 from distributions.cli.groups import CommandGroup
+from distributions.cli.local_store import local_store
 from distributions.cli.output import AsJson, connect, console, print_fields, print_json, print_table
 from distributions.home import state_home
 
@@ -212,20 +212,7 @@ def _drawn_bar(name: str) -> Iterator[Callable[[int, int], None]]:
 @contextmanager
 def _local_catalog(home: Path, stack: str | None) -> Iterator[ModelCatalog]:
     """The models of a state folder, in the store that `stack` names. Raises StackError where there is none."""
-    from distributions.run_config import StoreConfig, load_run_config
     from post_training.catalog.models import ModelCatalog
-    from post_training.jobs.database import Database
 
-    store = load_run_config(stack, os.environ).metadata_store if stack else StoreConfig()
-    url = store.sqlalchemy_url(home)
-    if url.startswith("sqlite") and not Path(url.removeprefix("sqlite:///")).is_file():
-        raise StackError(
-            f"{home} holds no store of a stack; set $POSTGRAD_HOME to the stack's state folder, "
-            "or name its run.yaml with --stack"
-        )
-    database = Database(url)
-    try:
-        database.migrate()
+    with local_store(home, stack) as database:
         yield ModelCatalog(database, home)
-    finally:
-        database.close()

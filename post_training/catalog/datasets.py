@@ -1,7 +1,8 @@
 """The data set catalog: which data sets are registered, and their rows.
 
 Rows that travel inside a source are kept as JSON lines under `<home>/datasets/`. The store says how many bytes of such
-a file count, so an append is complete once the store is committed, and not before.
+a file count, so an append is complete once the store is committed, and not before. What a URL gives is kept there as it
+came.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import anyio
 import anyio.to_thread
-from sqlalchemy import JSON, BigInteger, String, Text, select
+from sqlalchemy import JSON, BigInteger, Index, String, Text, select
 from sqlalchemy.exc import IntegrityError
 from sqlalchemy.orm import Mapped, Session, mapped_column
 
@@ -42,12 +44,22 @@ from apis.errors import Conflict, DatasetNotFound, InvalidField, TooLarge
 from post_training.catalog.naming import folder_name
 from post_training.checkpoints.layout import disk_full, fsync
 from post_training.data.records import encode_row, encode_rows
-from post_training.data.sources import RowReader, SourcePolicy, is_inline_source, open_rows
+from post_training.data.sources import RowReader, SourcePolicy, is_inline_source, is_web_source, open_rows
 from post_training.jobs.database import Base, Database, UtcDateTime, now
 from post_training.jobs.spec import DatasetRef
+from post_training.owners import (
+    EVERYBODY,
+    MAX_OWNER_LENGTH,
+    STACK,
+    check_changeable,
+    current_caller,
+    is_visible,
+    visible,
+)
 
 EMBEDDED_BYTES = 2**20
 PAGE_BYTES = 64 * 2**20
+FETCHES_AT_ONCE = 4
 _SMALL_BYTES = 2**20
 
 
@@ -65,6 +77,9 @@ class DatasetRow(Base):
     rows_file: Mapped[str | None] = mapped_column(Text)
     rows_bytes: Mapped[int | None] = mapped_column(BigInteger)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    owned_by: Mapped[str | None] = mapped_column(String(MAX_OWNER_LENGTH), default=None)
+
+    __table_args__ = (Index("datasets_by_owner", "owned_by", "created_at"),)
 
 
 class DatasetCatalog:
@@ -75,6 +90,7 @@ class DatasetCatalog:
         self._home = home
         self._appending = threading.Lock()
         self._sources: dict[str, DatasetIO] = {}
+        self._fetches = anyio.CapacityLimiter(FETCHES_AT_ONCE)
 
     def attach_sources(self, sources: Sequence[DatasetIO]) -> None:
         """Set the providers of `datasetio`; for each data set the first that accepts its source is asked."""
@@ -87,10 +103,12 @@ class DatasetCatalog:
             provider_id: the `datasetio` provider that shall read it. None: the one that the metadata names, else the
                 first that accepts the source.
         """
-        return await anyio.to_thread.run_sync(self._register, request, provider_id)
+        # Threads of their own, since those of all requests could be waiting for slow servers else.
+        threads = self._fetches if is_web_source(request.source) else None
+        return await anyio.to_thread.run_sync(self._register, request, provider_id, limiter=threads)
 
     async def list_datasets(self) -> ListDatasetsResponse:
-        """Every data set, oldest first. Inline rows are left out here; `get_dataset` has them."""
+        """The data sets that the caller may see, oldest first. Inline rows are left out; `get_dataset` has them."""
         return await anyio.to_thread.run_sync(self._list)
 
     async def get_dataset(self, dataset_id: str) -> Dataset:
@@ -127,7 +145,7 @@ class DatasetCatalog:
         if found is not None:
             return self._same_or_conflict(found, fingerprint, provider_id)
         provider = self._provider_for(request) if provider_id is None else self._provider(provider_id, "provider_id")
-        reader = open_rows(request.source, SourcePolicy.model_validate(provider.source_policy()))
+        policy = SourcePolicy.model_validate(provider.source_policy())
         row = DatasetRow(
             identifier=identifier,
             provider_id=provider.provider_id,
@@ -136,11 +154,14 @@ class DatasetCatalog:
             details=request.metadata or {},
             fingerprint=fingerprint,
             created_at=now(),
+            owned_by=current_caller().owner,
         )
-        if is_inline_source(request.source):
-            row.rows_file, row.rows_bytes = self._store_rows(identifier, reader)
+        if is_web_source(request.source):
+            self._fetch(row, request.source.uri, policy)
+        elif is_inline_source(request.source):
+            row.rows_file, row.rows_bytes = self._store_rows(identifier, open_rows(request.source, policy))
         else:
-            _probe(reader)
+            _probe(open_rows(request.source, policy))
         return self._insert(row)
 
     def _insert(self, row: DatasetRow) -> Dataset:
@@ -150,19 +171,24 @@ class DatasetCatalog:
         except IntegrityError:
             # Another request was first; what this one wrote belongs to nobody.
             self._delete_rows(row.rows_file)
-            return self._same_or_conflict(self._find(row.identifier), row.fingerprint)
+            return self._same_or_conflict(self._find(row.identifier, of_anybody=True), row.fingerprint)
         except BaseException:
             self._delete_rows(row.rows_file)
             raise
         return self._dataset(row)
 
     def _same_or_conflict(self, row: DatasetRow, fingerprint: str, provider_id: str | None = None) -> Dataset:
+        if not is_visible(row.owned_by):
+            raise Conflict(f"the id {row.identifier!r} is taken: choose another one", param="dataset_id")
         if row.fingerprint != fingerprint or provider_id not in (None, row.provider_id):
             raise Conflict(
                 f"the data set {row.identifier!r} is registered with another source, purpose, metadata or provider: "
                 "unregister it first, or choose another id",
                 param="dataset_id",
             )
+        if current_caller() is STACK and row.owned_by != EVERYBODY:
+            with self._database.session() as session:
+                _load(session, row.identifier).owned_by = EVERYBODY
         return self._dataset(row)
 
     def _provider_for(self, request: RegisterDatasetRequest) -> DatasetIO:
@@ -198,7 +224,8 @@ class DatasetCatalog:
 
     def _list(self) -> ListDatasetsResponse:
         with self._database.reading() as session:
-            rows = session.scalars(select(DatasetRow).order_by(DatasetRow.created_at, DatasetRow.identifier)).all()
+            query = select(DatasetRow).where(visible(DatasetRow.owned_by))
+            rows = session.scalars(query.order_by(DatasetRow.created_at, DatasetRow.identifier)).all()
         return ListDatasetsResponse(data=[_dataset(row, DATA_SOURCE.validate_python(row.source)) for row in rows])
 
     def _get(self, dataset_id: str) -> Dataset:
@@ -211,13 +238,14 @@ class DatasetCatalog:
             source = RowsDataSource(rows=rows)
         return _dataset(row, source, truncated)
 
-    def _find(self, dataset_id: str) -> DatasetRow:
+    def _find(self, dataset_id: str, *, of_anybody: bool = False) -> DatasetRow:
         with self._database.reading() as session:
-            return _load(session, dataset_id)
+            return _load(session, dataset_id, of_anybody=of_anybody)
 
     def _unregister(self, dataset_id: str) -> None:
         with self._database.session() as session:
             row = _load(session, dataset_id)
+            check_changeable(row.owned_by, f"the data set {dataset_id!r}")
             session.delete(row)
         self._delete_rows(row.rows_file)
 
@@ -235,9 +263,11 @@ class DatasetCatalog:
         content = encode_rows(rows)
         with self._appending, self._database.session() as session:
             row = _load(session, dataset_id, lock=True)
-            if row.source["type"] != "rows" or row.rows_file is None or row.rows_bytes is None:
+            check_changeable(row.owned_by, f"the data set {dataset_id!r}")
+            inline = is_inline_source(DATA_SOURCE.validate_python(row.source))
+            if not inline or row.rows_file is None or row.rows_bytes is None:
                 raise InvalidField(
-                    f"the data set {dataset_id!r} is read from a URI and cannot be appended to: "
+                    f"the data set {dataset_id!r} is read from a file or URL and cannot be appended to: "
                     "change the file, or register the rows themselves",
                     param="dataset_id",
                 )
@@ -258,6 +288,29 @@ class DatasetCatalog:
             raise
         return str(relative), len(content)
 
+    def _fetch(self, row: DatasetRow, url: str, policy: SourcePolicy) -> None:
+        """Keep a copy of what a URL gives now: jobs read the same rows whenever they run, and open no connection."""
+        # Imported here: it takes a tenth of a second, and most stacks fetch nothing.
+        from post_training.catalog.fetching import fetch
+
+        relative = Path("datasets", folder_name(row.identifier), f"{uuid.uuid4().hex}.partial")
+        partial = self._home / relative
+        partial.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with _full_disk_named(row.identifier):
+                with partial.open("wb") as file:
+                    kind = fetch(url, policy, file)
+                    file.flush()
+                    os.fsync(file.fileno())
+                    row.rows_bytes = file.tell()
+                relative = relative.with_suffix(f".{kind}")
+                _place(partial, self._home / relative)
+            row.rows_file = str(relative)
+            _probe(self._reader(row))
+        except BaseException:
+            self._delete_rows(str(relative))
+            raise
+
     def _delete_rows(self, rows_file: str | None) -> None:
         if rows_file is None:
             return
@@ -268,9 +321,9 @@ class DatasetCatalog:
             path.parent.rmdir()
 
 
-def _load(session: Session, dataset_id: str, *, lock: bool = False) -> DatasetRow:
+def _load(session: Session, dataset_id: str, *, lock: bool = False, of_anybody: bool = False) -> DatasetRow:
     row = session.get(DatasetRow, dataset_id, with_for_update=lock)
-    if row is None:
+    if row is None or not (of_anybody or is_visible(row.owned_by)):
         raise DatasetNotFound(f"there is no data set {dataset_id!r}; register it first", param="dataset_id")
     return row
 
@@ -347,7 +400,11 @@ def _write_durably(path: Path, content: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with _partial(path).open("wb") as file:
         _write_through(file.fileno(), content)
-    _partial(path).rename(path)
+    _place(_partial(path), path)
+
+
+def _place(partial: Path, path: Path) -> None:
+    partial.rename(path)
     for folder in (path.parent, path.parent.parent):
         fsync(folder)
 

@@ -5,15 +5,16 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any
 
-from sqlalchemy import JSON, String, Text
+from sqlalchemy import JSON, Index, String, Text
 from sqlalchemy.orm import Mapped, mapped_column
 
 from apis.common import MAX_IDENTIFIER_LENGTH
 from post_training.jobs.database import Base, UtcDateTime
+from post_training.owners import MAX_OWNER_LENGTH
 
 
 class BaseModelRow(Base):
-    """A base model. `folder` is relative to the home folder, or absolute where it lies elsewhere."""
+    """A base model, everybody's. `folder` is relative to the home folder, or absolute where it lies elsewhere."""
 
     __tablename__ = "catalog_models"
 
@@ -24,7 +25,10 @@ class BaseModelRow(Base):
 
 
 class CheckpointModelRow(Base):
-    """A verified checkpoint that can be served and trained on. `completed_at` is its job's, None until then."""
+    """A verified checkpoint that can be served and trained on. `completed_at` is its job's, None until then.
+
+    `owned_by` is its job's, too.
+    """
 
     __tablename__ = "catalog_checkpoints"
 
@@ -40,6 +44,9 @@ class CheckpointModelRow(Base):
     details: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
     completed_at: Mapped[datetime | None] = mapped_column(UtcDateTime, default=None)
+    owned_by: Mapped[str | None] = mapped_column(String(MAX_OWNER_LENGTH), default=None)
+
+    __table_args__ = (Index("checkpoint_models_by_owner", "owned_by", "created_at"),)
 
 
 class AliasRow(Base):
@@ -51,3 +58,4 @@ class AliasRow(Base):
     target: Mapped[str] = mapped_column(String(MAX_IDENTIFIER_LENGTH))
     details: Mapped[dict[str, Any]] = mapped_column(JSON)
     created_at: Mapped[datetime] = mapped_column(UtcDateTime)
+    owned_by: Mapped[str | None] = mapped_column(String(MAX_OWNER_LENGTH), default=None)

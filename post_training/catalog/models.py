@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import anyio.to_thread
 from sqlalchemy import delete, func, select, update
@@ -24,10 +24,15 @@ from post_training.catalog.folders import forget_imported, imported_models
 from post_training.catalog.model_tables import AliasRow, BaseModelRow, CheckpointModelRow
 from post_training.checkpoints.layout import ADAPTER, MERGED
 from post_training.jobs.database import Database, now
+from post_training.jobs.tables import JobRow
+from post_training.owners import EVERYBODY, STACK, check_changeable, current_caller, is_own, is_visible, visible
 
 _LATEST = re.compile(r"(?P<model>.+)-(?P<kind>sft|dpo)-(?P<epoch>[0-9]{1,9})")
 _SHOWN_IDS = 5
 _T = TypeVar("_T")
+_Model: TypeAlias = BaseModelRow | CheckpointModelRow
+_Named: TypeAlias = _Model | AliasRow
+_Row = TypeVar("_Row", bound=_Named)
 
 
 @dataclass(frozen=True)
@@ -159,6 +164,7 @@ class ModelCatalog:
                 base_folder=self._relative(base_dir),
                 details=details or {},
                 created_at=now(),
+                owned_by=session.scalar(select(JobRow.owned_by).where(JobRow.job_uuid == job_uuid)),
             )
         )
 
@@ -197,7 +203,7 @@ class ModelCatalog:
                 self._discover(session)
         with self.database.reading() as session:
             rows = [*_by_time(session, BaseModelRow), *_by_time(session, CheckpointModelRow)]
-            aliases = _by_time(session, AliasRow)
+            aliases: list[AliasRow] = _by_time(session, AliasRow)
             targets = {alias.identifier: self._lookup(session, alias.identifier) for alias in aliases}
         models = [self._model(row.identifier, row) for row in rows]
         for alias in aliases:
@@ -208,7 +214,7 @@ class ModelCatalog:
     def _get(self, model_id: str) -> Model:
         row = self._found(model_id)
         with self.database.reading() as session:
-            alias = session.get(AliasRow, model_id)
+            alias = _seen(session.get(AliasRow, model_id))
         return self._model(model_id, row, alias)
 
     def _register(self, request: RegisterModelRequest) -> Model:
@@ -221,15 +227,18 @@ class ModelCatalog:
         with self.database.session() as session:
             row = self._find(session, target)
             record = self._record(session, request.model_id, target, row)
-            record.details = {**record.details, **given}
+            details = {**record.details, **given}
+            if details != record.details:
+                check_changeable(_owner(record), f"model {request.model_id!r}")
+                record.details = details
             alias = record if isinstance(record, AliasRow) else None
         return self._model(request.model_id, row, alias)
 
-    def _record(
-        self, session: Session, identifier: str, target: str, row: BaseModelRow | CheckpointModelRow
-    ) -> BaseModelRow | CheckpointModelRow | AliasRow:
+    def _record(self, session: Session, identifier: str, target: str, row: _Model) -> _Named:
         """The row that `identifier` has or now gets."""
-        taken = session.get(AliasRow, identifier) or _exact(session, identifier)
+        taken: _Named | None = session.get(AliasRow, identifier) or _exact(session, identifier)
+        if taken is not None and _seen(taken) is None:
+            raise _taken_id(identifier)
         stands_for = taken.target if isinstance(taken, AliasRow) else identifier
         if taken is not None and stands_for not in (target, row.identifier):
             raise Conflict(
@@ -238,27 +247,33 @@ class ModelCatalog:
                 param="model_id",
             )
         if taken is None:
+            _refuse_of_others_jobs(session, identifier)
             stored = identifier if target == identifier else row.identifier
             taken = AliasRow(identifier=identifier, target=stored, details={}, created_at=now())
+            taken.owned_by = current_caller().owner
             session.add(taken)
+        elif current_caller() is STACK and not isinstance(taken, BaseModelRow):
+            taken.owned_by = EVERYBODY
         return taken
 
     def _unregister(self, model_id: str) -> None:
         with self.database.session() as session:
             self._discover(session)
-            row = session.get(AliasRow, model_id) or _exact(session, model_id)
+            row: _Named | None = _seen(session.get(AliasRow, model_id)) or _seen(_exact(session, model_id))
             if row is None:
                 raise self._not_found(session, model_id)
-            others = list(session.scalars(select(AliasRow.identifier).where(AliasRow.target == model_id)))
+            check_changeable(_owner(row), f"model {model_id!r}")
+            others = list(session.scalars(select(AliasRow).where(AliasRow.target == model_id)))
             if not isinstance(row, AliasRow) and others:
-                raise Conflict(f"{', '.join(others)} stands for {model_id!r}: unregister that first", param="model_id")
+                named = ", ".join(alias.identifier for alias in others if _seen(alias)) or "another name"
+                raise Conflict(f"{named} stands for {model_id!r}: unregister that first", param="model_id")
             session.delete(row)
         if isinstance(row, BaseModelRow):
             forget_imported(self.home, model_id)
 
     # -- finding -------------------------------------------------------------------------------------------------
 
-    def _found(self, identifier: str) -> BaseModelRow | CheckpointModelRow:
+    def _found(self, identifier: str) -> _Model:
         """As `_find`. The writers' lock is taken only to record a model that was imported meanwhile."""
         with self.database.reading() as session:
             row = self._lookup(session, identifier)
@@ -272,7 +287,7 @@ class ModelCatalog:
         with self.database.reading() as session:
             return any(not self._taken(session, identifier) for identifier in imported_models(self.home))
 
-    def _find(self, session: Session, identifier: str) -> BaseModelRow | CheckpointModelRow:
+    def _find(self, session: Session, identifier: str) -> _Model:
         row = self._lookup(session, identifier)
         if row is None and self._discover(session):
             row = self._lookup(session, identifier)
@@ -280,12 +295,14 @@ class ModelCatalog:
             raise self._not_found(session, identifier)
         return row
 
-    def _lookup(self, session: Session, identifier: str) -> BaseModelRow | CheckpointModelRow | None:
-        alias = session.get(AliasRow, identifier)
+    def _lookup(self, session: Session, identifier: str) -> _Model | None:
+        alias = _seen(session.get(AliasRow, identifier))
         if alias is not None and alias.target != identifier:
-            return _exact(session, alias.target)
+            target = _exact(session, alias.target)
+            # Under a name that is everybody's, everybody has the model, a job's as well.
+            return target if alias.owned_by == EVERYBODY else _seen(target)
         for name in (identifier, *same_model(identifier)):
-            if (row := _exact(session, name)) is not None:
+            if (row := _seen(_exact(session, name))) is not None:
                 return row
         return self._newest(session, identifier)
 
@@ -301,6 +318,7 @@ class ModelCatalog:
             select(CheckpointModelRow)
             .where(CheckpointModelRow.model.in_(names), CheckpointModelRow.kind == match["kind"])
             .where(CheckpointModelRow.epoch == int(match["epoch"]), CheckpointModelRow.completed_at.is_not(None))
+            .where(visible(CheckpointModelRow.owned_by))
             .order_by(CheckpointModelRow.completed_at.desc(), CheckpointModelRow.step.desc())
         )
         return session.scalars(found.limit(1)).first()
@@ -317,7 +335,7 @@ class ModelCatalog:
         session.flush()
         return bool(new)
 
-    def _resolved(self, row: BaseModelRow | CheckpointModelRow) -> ResolvedModel:
+    def _resolved(self, row: _Model) -> ResolvedModel:
         if isinstance(row, BaseModelRow):
             base = _checked(row.identifier, self.directory(row.folder), "config.json")
             return ResolvedModel(row.identifier, row.identifier, base, None, None)
@@ -327,7 +345,7 @@ class ModelCatalog:
         merged = folder / MERGED
         return ResolvedModel(row.identifier, row.base_identifier, base, adapter, merged if merged.is_dir() else None)
 
-    def _model(self, identifier: str, row: BaseModelRow | CheckpointModelRow, alias: AliasRow | None = None) -> Model:
+    def _model(self, identifier: str, row: _Model, alias: AliasRow | None = None) -> Model:
         details = {**row.details, **(alias.details if alias else {})}
         provider_id = details.pop("provider_id", self._provider_id)
         if isinstance(row, CheckpointModelRow):
@@ -340,7 +358,13 @@ class ModelCatalog:
             metadata=details,
             id=identifier,
             created=int((alias or row).created_at.timestamp()),
-            custom_metadata=details,
+            # Where clients from 0.4 on look for these.
+            custom_metadata={
+                **details,
+                "model_type": "llm",
+                "provider_id": provider_id,
+                "provider_resource_id": row.identifier,
+            },
         )
 
     def _relative(self, directory: Path) -> str:
@@ -352,12 +376,12 @@ class ModelCatalog:
 
     def _refuse_taken(self, session: Session, identifier: str) -> None:
         if self._taken(session, identifier):
-            raise Conflict(f"model id {identifier!r} is taken: choose another one", param="model_id")
+            raise _taken_id(identifier)
 
     def _not_found(self, session: Session, identifier: str) -> ModelNotFound:
         ids = [
             *session.scalars(select(BaseModelRow.identifier)),
-            *session.scalars(select(CheckpointModelRow.identifier)),
+            *session.scalars(select(CheckpointModelRow.identifier).where(visible(CheckpointModelRow.owned_by))),
         ]
         known = ", ".join(ids[:_SHOWN_IDS]) + (f" and {len(ids) - _SHOWN_IDS} more" if len(ids) > _SHOWN_IDS else "")
         return ModelNotFound(
@@ -367,12 +391,38 @@ class ModelCatalog:
         )
 
 
-def _exact(session: Session, identifier: str) -> BaseModelRow | CheckpointModelRow | None:
+def _exact(session: Session, identifier: str) -> _Model | None:
     return session.get(BaseModelRow, identifier) or session.get(CheckpointModelRow, identifier)
 
 
+def _seen(row: _Row | None) -> _Row | None:
+    """`row`, where the caller may see it."""
+    return row if row is not None and is_visible(_owner(row)) else None
+
+
+def _owner(row: _Named) -> str | None:
+    return EVERYBODY if isinstance(row, BaseModelRow) else row.owned_by
+
+
+def _taken_id(identifier: str) -> Conflict:
+    return Conflict(f"model id {identifier!r} is taken: choose another one", param="model_id")
+
+
+def _refuse_of_others_jobs(session: Session, identifier: str) -> None:
+    """Raises Conflict for a name that a checkpoint of another caller's job may be about to get."""
+    if current_caller().sees_all:
+        return
+    tails = [identifier[match.end() :] for match in re.finditer("(?=-(?:sft|dpo)-)", identifier)]
+    jobs = {tail[len("-sft-") :].rpartition("-")[0] for tail in tails}
+    owners = session.scalars(select(JobRow.owned_by).where(JobRow.job_uuid.in_(jobs)))
+    if any(not is_own(owner) for owner in owners):
+        raise _taken_id(identifier)
+
+
 def _by_time(session: Session, kind: Any) -> list[Any]:
-    return list(session.scalars(select(kind).order_by(kind.created_at, kind.identifier)))
+    """The rows that the caller may see."""
+    query = select(kind).order_by(kind.created_at, kind.identifier)
+    return list(session.scalars(query if kind is BaseModelRow else query.where(visible(kind.owned_by))))
 
 
 def _checked(identifier: str, directory: Path, file: str) -> Path:

@@ -1,4 +1,5 @@
-"""Rows that a short-lived process reads, so that neither the server nor this floor imports `datasets` or `pyarrow`."""
+"""Rows that a short-lived process reads, so that neither the server nor this floor imports `datasets`, `pyarrow` or
+`openpyxl`."""
 
 from __future__ import annotations
 
@@ -29,18 +30,20 @@ _PARAM = "source.uri"
 
 @dataclass(frozen=True)
 class Kind:
-    """What is read, and what to do where that takes too long."""
+    """What is read, what to do where that takes too long, and which module reads it (None: `READER_MODULE`)."""
 
     name: str
     too_slow: str
+    module: str | None = None
 
 
 HUB = Kind("the hub", "try again later, or download the data set and register its files")
 PARQUET = Kind("the parquet file", "write it with smaller row groups, or save the rows as JSON lines")
+XLSX = Kind("the workbook", "save its rows as CSV or JSON lines", "post_training.worker.xlsx_source")
 
 
 def read_in_process(arguments: Sequence[str], kind: Kind, descriptors: Sequence[int] = ()) -> Iterator[Row]:
-    """Rows that `READER_MODULE` prints for `arguments`.
+    """Rows that the module of `kind` prints for `arguments`.
 
     Args:
         descriptors: open files that the process gets under their numbers.
@@ -49,7 +52,7 @@ def read_in_process(arguments: Sequence[str], kind: Kind, descriptors: Sequence[
         InvalidField, DataInvalid: as the process says.
         Unavailable: it took too long, or broke off.
     """
-    with tempfile.TemporaryFile() as faults, _process(arguments, faults, descriptors) as child:
+    with tempfile.TemporaryFile() as faults, _process(kind, arguments, faults, descriptors) as child:
         yield from parse_json_lines(_lines(child, kind))
         try:
             code = child.wait(READER_SECONDS)
@@ -62,13 +65,13 @@ def read_in_process(arguments: Sequence[str], kind: Kind, descriptors: Sequence[
 
 @contextmanager
 def _process(
-    arguments: Sequence[str], faults: IO[bytes], descriptors: Sequence[int]
+    kind: Kind, arguments: Sequence[str], faults: IO[bytes], descriptors: Sequence[int]
 ) -> Iterator[subprocess.Popen[bytes]]:
     """The process that reads; it ends with the block, whose caller may have read enough, or with this process."""
     lifeline, kept = os.pipe()
     try:
         child = subprocess.Popen(
-            [*tied_module(READER_MODULE), *arguments],
+            [*tied_module(kind.module or READER_MODULE), *arguments],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.PIPE,
             stderr=faults,

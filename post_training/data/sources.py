@@ -9,28 +9,33 @@ import io
 import os
 import re
 import stat
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO, Literal
+from typing import BinaryIO, Literal, TypeAlias, TypeGuard, cast
 from urllib.parse import parse_qsl, unquote, unquote_to_bytes, urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
 from apis.datasets.models import DataSource, Row, RowsDataSource, URIDataSource
 from apis.errors import DataInvalid, InvalidField, TooLarge
-from post_training.data.reader_process import HUB, PARQUET, read_in_process
+from post_training.data.addresses import check_url
+from post_training.data.reader_process import HUB, PARQUET, XLSX, read_in_process
 from post_training.data.records import RecordKind, encode_rows, parse_json_lines, parse_records
 
 DEFAULT_MAX_INLINE_BYTES = 64 * 2**20
+DEFAULT_MAX_FETCH_BYTES = 2**30
+DEFAULT_FETCH_SECONDS = 50.0  # within the minute that clients wait for an answer
 _PARAM = "source.uri"
 _COMMIT = re.compile("[0-9a-f]{40}")
 _HASHED_BYTES = 2**20
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*):")
-_SUFFIXES: dict[str, RecordKind | Literal["parquet"]] = {
+FileKind: TypeAlias = RecordKind | Literal["parquet", "xlsx"]
+_SUFFIXES: dict[str, FileKind] = {
     ".jsonl": "jsonl",
     ".json": "json",
     ".csv": "csv",
     ".parquet": "parquet",
+    ".xlsx": "xlsx",
 }
 _MEDIA_TYPES: dict[str, RecordKind] = {
     "text/csv": "csv",
@@ -56,7 +61,10 @@ class SourcePolicy(BaseModel):
         allowed_roots: absolute folders; a local file must lie in one after symbolic links are resolved.
         allow_hub: whether `huggingface://datasets/…` is read.
         max_inline_bytes: most bytes of inline rows or of a `data:` URI.
-        rows_file: JSON lines that hold the rows of an inline source; written by the catalog.
+        allowed_hosts: what `http(s)://` data sets may be fetched from; see `addresses.check_url`.
+        allow_private_addresses: whether those may have an address of a private network or of this machine.
+        max_fetch_bytes, fetch_seconds: the most that fetching one may take.
+        rows_file: the rows of an inline source, as JSON lines, or the file of a fetched one; written by the catalog.
         rows_bytes: how many bytes of `rows_file` belong to the data set; what follows was appended later.
     """
 
@@ -65,6 +73,10 @@ class SourcePolicy(BaseModel):
     allowed_roots: list[str] = []
     allow_hub: bool = False
     max_inline_bytes: int = DEFAULT_MAX_INLINE_BYTES
+    allowed_hosts: list[str] = []
+    allow_private_addresses: bool = False
+    max_fetch_bytes: int = DEFAULT_MAX_FETCH_BYTES
+    fetch_seconds: float = DEFAULT_FETCH_SECONDS
     rows_file: str | None = None
     rows_bytes: int | None = None
 
@@ -122,7 +134,8 @@ def open_rows(source: DataSource, policy: SourcePolicy) -> RowReader:
         TooLarge: inline data over `max_inline_bytes`.
     """
     if policy.rows_file is not None:
-        return _stored_rows(Path(policy.rows_file), policy.rows_bytes)
+        path = Path(policy.rows_file)
+        return _fetched_rows(path) if is_web_source(source) else _stored_rows(path, policy.rows_bytes)
     if isinstance(source, RowsDataSource):
         return _inline_rows(source.rows, policy)
     return _open_uri(source, policy)
@@ -130,6 +143,10 @@ def open_rows(source: DataSource, policy: SourcePolicy) -> RowReader:
 
 def is_hub_source(source: DataSource) -> bool:
     return isinstance(source, URIDataSource) and source.uri.lower().startswith("huggingface:")
+
+
+def is_web_source(source: DataSource) -> TypeGuard[URIDataSource]:
+    return isinstance(source, URIDataSource) and source.uri.lower().startswith(("http:", "https:"))
 
 
 def is_inline_source(source: DataSource) -> bool:
@@ -146,6 +163,9 @@ def _open_uri(source: URIDataSource, policy: SourcePolicy) -> RowReader:
         return _hub(source.uri, policy)
     if scheme == "file":
         return _file(_file_uri_path(source.uri), policy)
+    if is_web_source(source):
+        check_url(source.uri, policy.allowed_hosts)
+        raise DataInvalid("data at a URL are read from a copy, made when the data set is registered", param=_PARAM)
     if scheme:
         raise InvalidField(
             f"data sets are not read over {scheme!r}: fetch the file and give its path, "
@@ -243,21 +263,50 @@ def _file(name: str, policy: SourcePolicy) -> RowReader:
             param=_PARAM,
         )
     path = _resolve(name, policy)
-    size = _check_readable(path, name)
+    return _file_rows(kind, lambda: _open_regular(path, name), _check_readable(path, name))
 
+
+def _fetched_rows(path: Path) -> RowReader:
+    if not path.is_file():
+        raise DataInvalid("the rows of this data set are gone: it was unregistered since; register it again")
+    return _file_rows(cast(FileKind, path.suffix.removeprefix(".")), lambda: path.open("rb"), path.stat().st_size)
+
+
+def _file_rows(kind: FileKind, open_file: Callable[[], BinaryIO], size: int) -> RowReader:
     def rows() -> Iterator[Row]:
-        with _open_regular(path, name) as stream:
+        with open_file() as stream:
             if kind == "parquet":
                 # The open file travels, not its name: what was checked is what is read.
                 yield from read_in_process([f"--parquet={stream.fileno()}"], PARQUET, [stream.fileno()])
+            elif kind == "xlsx":
+                yield from read_in_process([f"--file={stream.fileno()}"], XLSX, [stream.fileno()])
             else:
                 yield from parse_records(stream, kind)
 
     def digest() -> str:
-        with _open_regular(path, name) as stream:
+        with open_file() as stream:
             return _sha256(kind, iter(lambda: stream.read(_HASHED_BYTES), b""))
 
     return RowReader(rows, size, digest)
+
+
+def kind_of_web_file(paths: Sequence[str], content_type: str) -> FileKind:
+    """What a fetched file is: by the names in its URLs, the first asked for first, else by its media type.
+
+    Raises:
+        InvalidField: nothing that is read here.
+    """
+    for path in paths:
+        if named := _SUFFIXES.get(Path(path).suffix.lower()):
+            return named
+    kind = _MEDIA_TYPES.get(content_type.partition(";")[0].strip().lower())
+    if kind is None:
+        raise InvalidField(
+            f"the URL gives {content_type[:100]!r}: name a file that ends in {', '.join(sorted(_SUFFIXES))}, or one of "
+            "type text/csv, application/json or application/jsonl",
+            param=_PARAM,
+        )
+    return kind
 
 
 def _resolve(name: str, policy: SourcePolicy) -> Path:

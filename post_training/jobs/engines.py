@@ -25,6 +25,8 @@ WAIT_SECONDS = "postgrad_wait_seconds"
 
 # More than the 40 threads that serve requests and the few of the scheduler.
 _POOL = {"pool_size": 10, "max_overflow": 50}
+# What is stored stays out of logs and of errors' texts: somebody's rows, or a key that was sent in place of an id.
+_QUIET = {"hide_parameters": True}
 IN_MEMORY = (None, "", ":memory:")
 _WRITERS_LOCK = int.from_bytes(b"postgrad")
 _RETRY_SECONDS = 0.02
@@ -76,7 +78,7 @@ def _parse(url: str) -> URL:
 
 def _sqlite_engine(url: URL) -> Engine:
     pool = {} if url.database in IN_MEMORY else _POOL
-    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_SECONDS}, **pool)
+    engine = create_engine(url, connect_args={"timeout": BUSY_TIMEOUT_SECONDS}, **_QUIET, **pool)
 
     @event.listens_for(engine, "connect")
     def _configure(connection: Any, _record: object) -> None:
@@ -117,6 +119,7 @@ def _postgresql_engine(url: URL) -> Engine:
             isolation_level="READ COMMITTED",
             pool_pre_ping=True,
             connect_args={key: value for key, value in wanted.items() if key not in url.query},
+            **_QUIET,
             **_POOL,
         )
     except ImportError as error:

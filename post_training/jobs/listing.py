@@ -17,6 +17,7 @@ from apis.common import MAX_INTEGER
 from apis.errors import InvalidField
 from apis.post_training.models import JobStatus, ListOrder
 from post_training.jobs.tables import JobRow
+from post_training.owners import own
 
 # No id has this character, so no id is taken for a place.
 _PLACE = "~"
@@ -48,7 +49,7 @@ def read_page(
     order: ListOrder = ListOrder.asc,
     status: JobStatus | None = None,
 ) -> JobPage:
-    """The jobs that are so (all: None), at most `limit`, in the order in which they came or the newest first.
+    """The caller's jobs that are so (all: None), at most `limit`, in the order in which they came or the newest first.
 
     Args:
         after: the job to go on behind, by its id, or the `next` of the page before, which holds when the job is gone.
@@ -58,7 +59,7 @@ def read_page(
     """
     descending = order is ListOrder.desc
     query = select(JobRow.sequence, JobRow.job_uuid, JobRow.status, JobRow.model, JobRow.scheduled_at)
-    query = query.order_by(JobRow.sequence.desc() if descending else JobRow.sequence)
+    query = query.where(own(JobRow.owned_by)).order_by(JobRow.sequence.desc() if descending else JobRow.sequence)
     if status is not None:
         query = query.where(JobRow.status == status)
     if after is not None:
@@ -77,7 +78,7 @@ def _place_of(session: Session, after: str) -> int:
     is_number = len(number) <= len(str(MAX_INTEGER)) and number.isascii() and number.isdigit()
     if after.startswith(_PLACE) and is_number and int(number) <= MAX_INTEGER:
         return int(number)
-    sequence = session.scalar(select(JobRow.sequence).where(JobRow.job_uuid == after))
+    sequence = session.scalar(select(JobRow.sequence).where(JobRow.job_uuid == after, own(JobRow.owned_by)))
     if sequence is None:
         raise InvalidField(
             f"there is no job {after[:100]!r} to list the jobs behind: it may have been deleted; "

@@ -14,21 +14,22 @@ from post_training.jobs.spec import JobSpec
 from post_training.jobs.states import check_transition
 from post_training.jobs.step_events import pack_step
 from post_training.jobs.tables import CheckpointRow, EventKind, EventRow, JobRow, LeaseRow, TransitionRow
+from post_training.owners import own
 
 _UNANNOUNCED = CheckpointRow.announced_at.is_(None)
 
 
 def find_job(session: Session, job_uuid: str) -> JobRow:
-    """Raises JobNotFound."""
-    job = session.scalar(select(JobRow).where(JobRow.job_uuid == job_uuid))
+    """Raises JobNotFound, also where the job is not the caller's."""
+    job = session.scalar(select(JobRow).where(JobRow.job_uuid == job_uuid, own(JobRow.owned_by)))
     if job is None:
         raise _not_found(job_uuid)
     return job
 
 
 def find_sequence(session: Session, job_uuid: str) -> int:
-    """A job's number, from the index alone: its row may be large. Raises JobNotFound."""
-    sequence = session.scalar(select(JobRow.sequence).where(JobRow.job_uuid == job_uuid))
+    """A job's number, without the rest of its row, which may be large. Raises JobNotFound as `find_job`."""
+    sequence = session.scalar(select(JobRow.sequence).where(JobRow.job_uuid == job_uuid, own(JobRow.owned_by)))
     if sequence is None:
         raise _not_found(job_uuid)
     return sequence

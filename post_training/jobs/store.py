@@ -19,6 +19,7 @@ from post_training.jobs.moves import add_event, find_job, find_sequence, move, r
 from post_training.jobs.queue import count_ahead, count_waiting
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.tables import CheckpointRow, EventRow, JobRow, TransitionRow
+from post_training.owners import current_caller, is_own
 
 _SFT = "-sft-"
 
@@ -56,6 +57,7 @@ class JobStore:
                 body_hash=body_hash,
                 provider_id=spec.provider_id,
                 model=spec.model.identifier,
+                owned_by=current_caller().owner,
                 spec=spec.model_dump(mode="json"),
                 status=JobStatus.scheduled,
                 device_kind=spec.device_kind,
@@ -121,7 +123,7 @@ class JobStore:
             return find_job(session, job_uuid)
 
     def summaries(self) -> Sequence[JobHead]:
-        """Every job, oldest first."""
+        """Every job of the caller's, oldest first."""
         return self.page().jobs
 
     def page(
@@ -207,10 +209,12 @@ class JobStore:
 
 
 def _same_job(session: Session, job_uuid: str, body_hash: str) -> bool:
-    found = session.scalar(select(JobRow.body_hash).where(JobRow.job_uuid == job_uuid))
+    found = session.execute(select(JobRow.body_hash, JobRow.owned_by).where(JobRow.job_uuid == job_uuid)).one_or_none()
     if found is None:
         return False
-    if found != body_hash:
+    if not is_own(found.owned_by):
+        raise Conflict(f"the id {job_uuid!r} is taken; choose another job_uuid", param="job_uuid")
+    if found.body_hash != body_hash:
         raise Conflict(
             f"job {job_uuid!r} already exists with another request; choose another job_uuid", param="job_uuid"
         )
@@ -222,11 +226,12 @@ def _check_checkpoint_ids(session: Session, spec: JobSpec) -> None:
     model, job_uuid = spec.model.identifier, spec.job_uuid
     models = {job: name for name, job in _readings(f"{model}{_SFT}{job_uuid}")}
     # Each reading names one job, so few are looked up by id, however many there are.
-    query = select(JobRow.job_uuid, JobRow.model).where(JobRow.job_uuid.in_(models))
-    for other, others_model in session.execute(query):
+    query = select(JobRow.job_uuid, JobRow.model, JobRow.owned_by).where(JobRow.job_uuid.in_(models))
+    for other, others_model, owner in session.execute(query):
         if models[other] == others_model:
+            whose = f"job {other!r}" if is_own(owner) else "another job"
             raise Conflict(
-                f"checkpoints of {model!r} in job {job_uuid!r} would be called as those of job {other!r}; "
+                f"checkpoints of {model!r} in job {job_uuid!r} would be called as those of {whose}; "
                 "choose another job_uuid",
                 param="job_uuid",
             )
@@ -249,9 +254,11 @@ def _check_room(session: Session, max_queued: int) -> None:
 def _refuse_needed(session: Session, job_uuid: str) -> None:
     ours = select(CheckpointRow.identifier).where(CheckpointRow.job_uuid == job_uuid)
     unfinished = JobRow.status.in_([JobStatus.scheduled, JobStatus.in_progress])
-    needing = session.scalar(select(JobRow.job_uuid).where(unfinished, JobRow.model.in_(ours)).limit(1))
+    query = select(JobRow.job_uuid, JobRow.owned_by).where(unfinished, JobRow.model.in_(ours)).limit(1)
+    needing = session.execute(query).one_or_none()
     if needing is not None:
+        which = f"job {needing.job_uuid!r}" if is_own(needing.owned_by) else "another job"
         raise Conflict(
-            f"job {needing!r} goes on from a checkpoint of job {job_uuid!r}: wait for it or cancel it first",
+            f"{which} goes on from a checkpoint of job {job_uuid!r}: wait for it or cancel it first",
             param="job_uuid",
         )

@@ -12,6 +12,7 @@ from sqlalchemy.orm import Mapped, mapped_column
 
 from post_training.jobs.database import Base, UtcDateTime
 from post_training.jobs.step_events import unpack_step
+from post_training.owners import MAX_OWNER_LENGTH
 
 
 class JobRow(Base):
@@ -23,6 +24,7 @@ class JobRow(Base):
             attempt on the other kind would end in other bytes.
         attempt: how many times it was claimed.
         lost_attempts: attempts that ended without a result since the newest checkpoint.
+        owned_by: the id of the API key that made it; null: made without one or with the administrator's.
         moved_at: time of the newest transition; later times of this job are never before it, whatever the clock does.
     """
 
@@ -33,6 +35,7 @@ class JobRow(Base):
     body_hash: Mapped[str] = mapped_column(String(64))
     provider_id: Mapped[str] = mapped_column(String(255))
     model: Mapped[str] = mapped_column(String(255))
+    owned_by: Mapped[str | None] = mapped_column(String(MAX_OWNER_LENGTH), default=None)
     spec: Mapped[dict[str, Any]] = mapped_column(JSON)
     status: Mapped[str] = mapped_column(String(16))
     device_kind: Mapped[str | None] = mapped_column(String(16), default=None)
@@ -51,6 +54,7 @@ class JobRow(Base):
     __table_args__ = (
         Index("jobs_by_status", "status", "sequence"),
         Index("jobs_by_queue", "status", "provider_id", "device_kind", "sequence"),
+        Index("jobs_by_owner", "owned_by", "sequence"),
     )
 
 

@@ -16,6 +16,7 @@ import os
 import re
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, BinaryIO
 from urllib.parse import parse_qsl, unquote, urlsplit
 
@@ -28,6 +29,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]
 # No `data_files` or `data_dir`: those name other places to read from.
 _OPTIONS = {"split", "name", "revision"}
 _PARQUET_ROWS = 256
+_MAX_REASON = 500
 ERROR_EXIT_CODE = 2
 
 
@@ -36,13 +38,43 @@ def read_hub_rows(uri: str) -> Iterator[Row]:
 
     Raises:
         InvalidField: the URI is not of that form.
-        DataInvalid: the hub has no such data set, or a value has no JSON form.
+        DataInvalid: the hub has no such data set, its files lie elsewhere, or a value has no JSON form.
     """
     repository, options = parse_hub_uri(uri)
     # `load_dataset` prefers a local folder of that name over the hub, and so would read around the allowed roots.
     if os.path.exists(repository):
         raise InvalidField(f"{repository!r} is also a local folder here; give its files by path instead", param=_PARAM)
-    return read_rows(repository, **options)
+    return _read_on_the_hub(repository, options)
+
+
+def _read_on_the_hub(repository: str, options: dict[str, str]) -> Iterator[Row]:
+    with _confined_to_the_hub():
+        yield from read_rows(repository, **options)
+
+
+@contextmanager
+def _confined_to_the_hub() -> Iterator[None]:
+    """Have `datasets` look for files on the hub alone.
+
+    A data set's README may name any path or URL as its files, so that whoever writes one could have a file of this
+    machine read, or its network asked: `datasets` looks there before it finds that they are not the data set's.
+    """
+    from datasets import data_files
+    from datasets.utils.file_utils import is_relative_path
+
+    resolve = data_files.resolve_pattern
+
+    def resolve_on_the_hub(pattern: str, base_path: str, *args: Any, **options: Any) -> list[str]:
+        place = base_path if is_relative_path(pattern) else pattern
+        if not place.startswith("hf://") or "::" in pattern:
+            raise DataInvalid("the data set's README names files that do not lie on the hub", param=_PARAM)
+        return resolve(pattern, base_path, *args, **options)
+
+    data_files.resolve_pattern = resolve_on_the_hub
+    try:
+        yield
+    finally:
+        data_files.resolve_pattern = resolve
 
 
 def parse_hub_uri(uri: str) -> tuple[str, dict[str, str]]:
@@ -70,7 +102,7 @@ def read_rows(path: str, split: str = "train", name: str | None = None, revision
         raise
     # The hub client raises errors of many libraries; any of them means: this data set cannot be read.
     except Exception as error:
-        reason = (str(error) or type(error).__name__).splitlines()[0]
+        reason = (str(error) or type(error).__name__).splitlines()[0].replace(os.getcwd(), ".")[:_MAX_REASON]
         raise DataInvalid(f"the data set cannot be read from the hub: {reason}", param=_PARAM) from error
 
 

@@ -23,7 +23,7 @@ class Sampler:
     """Chooses the next token: the likeliest at temperature 0, else drawn from the nucleus with its own generator."""
 
     def __init__(self, sampling: Sampling) -> None:
-        self._temperature, self._top_p = sampling.temperature, sampling.top_p
+        self._temperature, self._top_p, self._top_k = sampling.temperature, sampling.top_p, sampling.top_k
         self._generator = torch.Generator()
         if sampling.seed is None:
             self._generator.seed()
@@ -33,7 +33,8 @@ class Sampler:
     def __call__(self, logits: Tensor) -> int:
         """The id drawn from logits [V].
 
-        Nucleus sampling (Holtzman et al., 2020): the fewest tokens whose probabilities sum to at least top_p.
+        Top-k sampling (Fan et al., 2018): the top_k most likely tokens, and all that are as likely as the last of them.
+        Then nucleus sampling (Holtzman et al., 2020): the fewest tokens whose probabilities sum to at least top_p.
 
         Raises:
             ModelInvalid: the logits are not numbers.
@@ -45,7 +46,10 @@ class Sampler:
         if self._temperature == 0:
             return int(likeliest)
         # The largest first subtracted: a tiny temperature must not overflow.
-        probabilities = torch.softmax((logits - largest) / self._temperature, dim=-1)
+        scaled = (logits - largest) / self._temperature
+        if self._top_k is not None and self._top_k < scaled.numel():
+            scaled = scaled.masked_fill(scaled < scaled.topk(self._top_k).values[-1], -torch.inf)
+        probabilities = torch.softmax(scaled, dim=-1)
         if self._top_p < 1:
             return self._draw_from_nucleus(probabilities)
         return self._draw(probabilities)

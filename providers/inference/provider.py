@@ -158,6 +158,7 @@ def _sampling(request: GenerationRequest, max_tokens: int | None) -> Sampling:
         max_tokens=max_tokens,
         temperature=1.0 if request.temperature is None else request.temperature,
         top_p=1.0 if request.top_p is None else request.top_p,
+        top_k=request.top_k,
         seed=request.seed,
         stop=tuple(request.stop or ()),
     )

@@ -35,11 +35,15 @@ class ModelFiles(_Message):
 
 
 class Sampling(_Message):
-    """How to choose tokens. Temperature 0 is greedy; a null seed draws a new one; null max_tokens is the default."""
+    """How to choose tokens.
+
+    Temperature 0 is greedy; a null seed draws a new one; null max_tokens is the default; null top_k is all tokens.
+    """
 
     max_tokens: int | None = None
     temperature: float = 1.0
     top_p: float = 1.0
+    top_k: int | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
 

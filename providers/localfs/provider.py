@@ -1,4 +1,4 @@
-"""inline::localfs: rows from requests, `data:` URIs and files under allowed roots, and from the hub where allowed."""
+"""inline::localfs: rows from requests, `data:` URIs, files under allowed roots; the hub and URLs where allowed."""
 
 from __future__ import annotations
 
@@ -22,6 +22,10 @@ class LocalFiles:
             allowed_roots=[str(root.resolve()) for root in roots],
             allow_hub=config.allow_hub,
             max_inline_bytes=config.max_inline_bytes,
+            allowed_hosts=config.allowed_hosts,
+            allow_private_addresses=config.allow_private_addresses,
+            max_fetch_bytes=config.max_fetch_bytes,
+            fetch_seconds=config.fetch_seconds,
         )
 
     def accepts(self, source: DataSource) -> bool:

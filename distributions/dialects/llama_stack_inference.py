@@ -1,0 +1,229 @@
+"""Llama Stack's own words for inference, as clients up to 0.2.23 send them, put into the typed spec.
+
+A field is here if it acts, or if clients send it with a value that asks for nothing. Any other value is refused by
+name.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+
+from apis.common import RequestModel
+from apis.inference.models import ChatCompletionRequest, CompletionRequest, only
+from distributions.dialects.validation import validated
+
+# What Llama Stack's servers took where a request left them out.
+DEFAULT_TOP_P = 0.95
+_UNUSED = {"temperature": (None, 0), "top_p": (None, 0, 1, DEFAULT_TOP_P), "top_k": (None, 0)}
+_TEMPLATE_DECIDES = "the model's own chat template says how tools are shown"
+_TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean", "list": "array", "dict": "object"}
+
+
+def _text(value: object) -> object:
+    """Content is a text, a text item, or a list of either; what is listed is one text in parts."""
+    if isinstance(value, list):
+        return "".join(str(_item(part)) for part in value)
+    return _item(value)
+
+
+def _item(value: object) -> object:
+    if not isinstance(value, dict):
+        if isinstance(value, list):
+            raise ValueError("content is a text, a text item or one list of them")
+        return value
+    if value.get("type") != "text" or not isinstance(value.get("text"), str) or len(value) != 2:
+        raise ValueError('only text is read: a content item is {"type": "text", "text": …}')
+    return value["text"]
+
+
+_ITEM = {
+    "type": "object",
+    "properties": {"type": {"const": "text"}, "text": {"type": "string"}},
+    "required": ["type", "text"],
+    "additionalProperties": False,
+}
+_PART = {"anyOf": [{"type": "string"}, _ITEM]}
+Content = Annotated[
+    str,
+    BeforeValidator(_text),
+    WithJsonSchema({"anyOf": [*_PART["anyOf"], {"type": "array", "items": _PART}]}),
+]
+StopReason = Literal["end_of_turn", "end_of_message", "out_of_tokens"]
+
+
+class GreedyStrategy(RequestModel):
+    type: Literal["greedy"] = "greedy"
+
+
+class TopPStrategy(RequestModel):
+    type: Literal["top_p"]
+    temperature: float | None = Field(default=None, gt=0, le=2, description="null: 1")
+    top_p: float | None = Field(default=DEFAULT_TOP_P, ge=0, le=1, description="null: 0.95")
+
+
+class TopKStrategy(RequestModel):
+    type: Literal["top_k"]
+    temperature: float | None = Field(default=None, gt=0, le=2, description="null: 1")
+    top_k: int = Field(ge=1)
+
+
+Strategy = Annotated[GreedyStrategy | TopPStrategy | TopKStrategy, Field(discriminator="type")]
+_FIELDS = {"greedy": (), "top_p": ("temperature", "top_p"), "top_k": ("temperature", "top_k")}
+
+
+class SamplingParams(RequestModel):
+    """`strategy` is an object or, with clients up to 0.0.63, a name with its numbers beside it."""
+
+    strategy: Strategy = GreedyStrategy()
+    max_tokens: int | None = Field(default=None, ge=0, description="null or 0: the provider's default")
+    repetition_penalty: Annotated[float | None, only(1, why="repetitions are not penalised")] = None
+    stop: list[str] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _name_to_object(cls, value: object) -> object:
+        if not isinstance(value, dict):
+            return value
+        name = value.get("strategy", "greedy")
+        if not isinstance(name, str) or name not in _FIELDS:
+            return value
+        kept = {key: item for key, item in value.items() if key not in _UNUSED}
+        strategy: dict[str, Any] = {"type": name}
+        for field, without_effect in _UNUSED.items():
+            given = value.get(field)
+            if field in _FIELDS[name]:
+                # 0 was the default, and stood for "not set".
+                strategy |= {field: given} if given else {}
+            elif given not in without_effect:
+                raise ValueError(f"`{field}` has no effect on strategy {name!r}: leave it out, or choose another")
+        return {**kept, "strategy": strategy}
+
+    def spec(self) -> dict[str, Any]:
+        """The fields of `apis.inference.GenerationRequest` that say the same."""
+        chosen: dict[str, Any] = {"max_tokens": self.max_tokens or None, "stop": self.stop or None}
+        match self.strategy:
+            case TopPStrategy(temperature=temperature, top_p=top_p):
+                return chosen | {
+                    "temperature": temperature or 1.0,
+                    "top_p": DEFAULT_TOP_P if top_p is None else top_p,
+                }
+            case TopKStrategy(temperature=temperature, top_k=top_k):
+                return chosen | {"temperature": temperature or 1.0, "top_k": top_k}
+        return chosen | {"temperature": 0.0}
+
+
+class ToolCall(RequestModel):
+    call_id: str
+    tool_name: str = Field(min_length=1)
+    arguments: str | dict[str, Any]
+    arguments_json: str | None = Field(default=None, description="The same as `arguments`, which goes before")
+
+    def spec(self) -> dict[str, Any]:
+        written = self.arguments if isinstance(self.arguments, str) else json.dumps(self.arguments)
+        return {"id": self.call_id, "function": {"name": self.tool_name, "arguments": written}}
+
+
+class Message(RequestModel):
+    """One message. An answer's message can be sent back as it came; its `stop_reason` changes nothing."""
+
+    role: Literal["system", "user", "assistant", "tool", "ipython"]
+    content: Content
+    context: Annotated[Content | None, only("", why="put it into `content`")] = None
+    stop_reason: StopReason | None = None
+    tool_calls: list[ToolCall] | None = None
+    call_id: str | None = Field(default=None, description="Of the call that a message of role tool answers")
+    tool_name: str | None = None
+
+    def spec(self) -> dict[str, Any]:
+        message: dict[str, Any] = {
+            "role": "tool" if self.role == "ipython" else self.role,
+            "content": self.content,
+            "tool_calls": [call.spec() for call in self.tool_calls or []] or None,
+            "tool_call_id": self.call_id,
+            "name": self.tool_name,
+        }
+        return {key: value for key, value in message.items() if value is not None}
+
+
+class ToolParameter(RequestModel):
+    param_type: str
+    description: str | None = None
+    required: bool | None = True
+    default: Any = None
+
+    def schema_of_value(self) -> dict[str, Any]:
+        said = {"type": _TYPES.get(self.param_type, self.param_type), "description": self.description}
+        if self.default is not None:
+            said["default"] = self.default
+        return {key: value for key, value in said.items() if value is not None}
+
+
+class ToolDefinition(RequestModel):
+    tool_name: str = Field(min_length=1)
+    description: str | None = None
+    parameters: dict[str, ToolParameter] | None = None
+
+    def spec(self) -> dict[str, Any]:
+        parameters = self.parameters or {}
+        schema = {
+            "type": "object",
+            "properties": {name: parameter.schema_of_value() for name, parameter in parameters.items()},
+            "required": [name for name, parameter in parameters.items() if parameter.required],
+        }
+        return {"function": {"name": self.tool_name, "description": self.description, "parameters": schema}}
+
+
+ToolChoice = Annotated[str | None, only("auto", "none", why="the model sees the tools and decides for itself")]
+PromptFormat = Annotated[str | None, only(why=_TEMPLATE_DECIDES)]
+
+
+class ToolConfig(RequestModel):
+    tool_choice: ToolChoice = None
+    tool_prompt_format: PromptFormat = None
+    system_message_behavior: Annotated[str | None, only("append", why="there is no other system prompt")] = None
+
+
+class _GenerationRequest(RequestModel):
+    model_id: str = Field(min_length=1, description="Id of a base model, a checkpoint or an alias")
+    sampling_params: SamplingParams | None = Field(default=None, description="null: greedy")
+    response_format: Annotated[dict[str, Any] | None, only(why="answers are not held to a schema")] = None
+    logprobs: Annotated[dict[str, Any] | None, only(why="log probabilities are not returned")] = None
+    stream: bool | None = False
+
+    def shared(self) -> dict[str, Any]:
+        fields = {"model": self.model_id, **(self.sampling_params or SamplingParams()).spec()}
+        if self.stream:
+            fields |= {"stream": True, "stream_options": {"include_usage": True}}
+        return fields
+
+
+class ChatCompletionBody(_GenerationRequest):
+    messages: list[Message] = Field(min_length=1)
+    tools: list[ToolDefinition] | None = None
+    tool_choice: ToolChoice = None
+    tool_prompt_format: PromptFormat = None
+    tool_config: ToolConfig | None = None
+
+    def spec(self) -> ChatCompletionRequest:
+        """The same request in the typed spec. Raises RequestValidationError."""
+        choices = [self.tool_choice, self.tool_config.tool_choice if self.tool_config else None]
+        return validated(
+            ChatCompletionRequest,
+            {
+                **self.shared(),
+                "messages": [message.spec() for message in self.messages],
+                "tools": [tool.spec() for tool in self.tools or []] or None,
+                "tool_choice": "none" if "none" in choices else None,
+            },
+        )
+
+
+class CompletionBody(_GenerationRequest):
+    content: Content = Field(description="What the model goes on from")
+
+    def spec(self) -> CompletionRequest:
+        """The same request in the typed spec. Raises RequestValidationError."""
+        return validated(CompletionRequest, {**self.shared(), "prompt": [self.content]})
