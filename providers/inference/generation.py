@@ -45,8 +45,8 @@ class Sampler:
             raise ModelInvalid("the model computes values that are not finite: its weights are damaged, or need fp32")
         if self._temperature == 0:
             return int(likeliest)
-        # The largest first subtracted: a tiny temperature must not overflow.
-        scaled = (logits - largest) / self._temperature
+        # The largest first subtracted: a tiny temperature must not overflow, nor one beyond fp32 make 0 / 0.
+        scaled = (logits - largest) / max(self._temperature, torch.finfo(torch.float32).tiny)
         if self._top_k is not None and self._top_k < scaled.numel():
             scaled = scaled.masked_fill(scaled < scaled.topk(self._top_k).values[-1], -torch.inf)
         probabilities = torch.softmax(scaled, dim=-1)
