@@ -63,6 +63,7 @@ class KeyRing:
         self._keys = keys
         self._clock = clock
         self._read_at = clock()
+        self._fault: SQLAlchemyError | None = None
         self._table = keys.table()
         self._reading = anyio.Lock()
         self._noted: dict[str, datetime] = {}
@@ -99,13 +100,23 @@ class KeyRing:
 
     async def _fresh(self) -> KeyTable:
         async with self._reading:
-            began = self._clock()
-            if began - self._read_at >= FRESH_SECONDS:
-                found = await anyio.to_thread.run_sync(self._keys.table, limiter=self._threads)
-                # Keys are never deleted: a store that lost them is no reason to let everybody in.
-                self._table = KeyTable(found.live, found.any_stored or self.known)
-                self._read_at = began
+            if self._clock() - self._read_at >= FRESH_SECONDS:
+                await self._read()
+            # One fault answers all who wait: each with a time-out of its own, they would wait for one another.
+            if self._fault is not None:
+                raise self._fault
             return self._table
+
+    async def _read(self) -> None:
+        began = self._clock()
+        try:
+            found = await anyio.to_thread.run_sync(self._keys.table, limiter=self._threads)
+        except SQLAlchemyError as error:
+            self._fault, self._read_at = error, self._clock()
+            return
+        # Keys are never deleted: a store that lost them is no reason to let everybody in.
+        self._table = KeyTable(found.live, found.any_stored or self.known)
+        self._fault, self._read_at = None, began
 
     def note_use(self, key: LiveKey) -> None:
         """Have the time of use stored, beside the request, where the stored one is old."""

@@ -179,7 +179,10 @@ async def _register_listed(stack: Stack) -> None:
             log.warning("models.%d: %s: no provider %s is configured", index, model.model_id, model.provider_id)
             continue
         with _naming(f"models.{index}"):
-            await stack.models.register_model(RegisterModelRequest(**model.model_dump()))
+            try:
+                await stack.models.register_model(RegisterModelRequest(**model.model_dump()))
+            except Conflict as error:
+                log.warning("models.%d: the stored one stays: %s", index, error.message)
     for index, dataset in enumerate(stack.config.datasets):
         if dataset.provider_id and dataset.provider_id not in ids:
             log.warning("datasets.%d: %s: no provider %s is configured", index, dataset.dataset_id, dataset.provider_id)

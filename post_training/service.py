@@ -291,15 +291,22 @@ class JobService:
         identifier = imported.get(directory, directory.name)
         if model is not None and model != identifier:
             # Upstream's clients name the descriptor of what lies in the directory; another model's would mislabel it.
-            with contextlib.suppress(ModelNotFound):
-                known = self._models.resolve(model)
-                if known.adapter_dir is not None or known.base_dir.resolve() != directory:
-                    raise InvalidField(
-                        f"checkpoint_dir is {identifier!r}, but model {model!r} lies elsewhere; send one of the two",
-                        param="checkpoint_dir",
-                    )
+            known = self._known(model)
+            if known is not None and (known.adapter_dir is not None or known.base_dir.resolve() != directory):
+                raise InvalidField(
+                    f"checkpoint_dir is {identifier!r}, but model {model!r} lies elsewhere; send one of the two",
+                    param="checkpoint_dir",
+                )
             identifier = model
         return ResolvedModel(check_identifier(identifier, param="checkpoint_dir"), identifier, directory, None, None)
+
+    def _known(self, model: str) -> ResolvedModel | None:
+        """The model of this id, None where there is none. Raises Conflict where it is another owner's."""
+        try:
+            return self._models.resolve(model)
+        except ModelNotFound:
+            self._models.refuse_hidden(model)
+            return None
 
     def _base_dir(self, checkpoint_dir: str) -> Path:
         for root in self._profile.model_roots:

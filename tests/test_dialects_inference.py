@@ -205,6 +205,8 @@ def test_tools_and_their_calls_are_openais(dialects: DialectServer):
         ({"messages": [{"role": "user", "content": "a", "context": "b"}]}, "context"),
         ({"messages": [{"role": "user", "content": {"type": "image", "image": {"data": ""}}}]}, "only text"),
         ({"messages": [{"role": "user", "content": [{"type": "image", "image": {}}]}]}, "only text"),
+        ({"messages": [{"role": "user", "content": ["a", None]}]}, "content"),
+        ({"messages": [{"role": "user", "content": [5, True]}]}, "content"),
         ({"messages": [{"role": "narrator", "content": "a"}]}, "role"),
         ({"guided": 1}, "guided"),
     ],

@@ -18,7 +18,6 @@ from post_training.data.sources import SourcePolicy, open_rows
 
 COMMIT = "a" * 40
 ROWS = [{"n": 0}, {"n": 1}]
-FILE = b"".join(json.dumps(row).encode() + b"\n" for row in ROWS)
 
 
 @dataclass
@@ -27,16 +26,19 @@ class Hub:
 
     Attributes:
         readme: the data set's card.
+        rows: of its one file.
         asked: every path that was asked for.
     """
 
     url: str
     readme: str = ""
+    rows: list[dict[str, Any]] = field(default_factory=lambda: ROWS)
     asked: list[str] = field(default_factory=list)
 
     def answer(self, path: str) -> tuple[int, bytes]:
         self.asked.append(path)
-        files = {"README.md": self.readme.encode(), "train.jsonl": FILE}
+        content = b"".join(json.dumps(row).encode() + b"\n" for row in self.rows)
+        files = {"README.md": self.readme.encode(), "train.jsonl": content}
         described = [{"type": "file", "path": n, "size": len(b), "oid": f"{len(b):040}"} for n, b in files.items()]
         if path.startswith("/api/datasets/org/name/"):
             wanted = "/tree/" in path or "/paths-info/" in path
@@ -44,8 +46,8 @@ class Hub:
         if path == "/api/datasets/org/name":
             return 200, self._info()
         if path.startswith(f"/datasets/org/name/resolve/{COMMIT}/"):
-            content = files.get(path.rpartition("/")[2])
-            return (404, b"{}") if content is None else (200, content)
+            found = files.get(path.rpartition("/")[2])
+            return (404, b"{}") if found is None else (200, found)
         return 404, b"{}"
 
     def _info(self) -> bytes:
@@ -102,6 +104,20 @@ def card(hub: Hub, **config: str) -> None:
 def test_files_of_the_data_set_itself_are_read(hub: Hub):
     card(hub, data_files="train.jsonl")
     assert read() == ROWS
+
+
+def test_a_cell_that_names_a_file_or_url_as_its_image_stays_what_it_is(hub: Hub, tmp_path: Path):
+    secret = tmp_path / "secret.txt"
+    secret.write_text("secret")
+    hub.rows = [{"n": {"path": place, "bytes": None}} for place in (str(secret), f"{hub.url}/inside.png")]
+    hub.readme = "\n".join(
+        (
+            "---\nconfigs:\n- config_name: default\n  data_files: train.jsonl",
+            "dataset_info:\n  features:\n  - name: n\n    dtype: image\n---\n# A data set",
+        )
+    )
+    assert read() == hub.rows
+    assert "/inside.png" not in hub.asked
 
 
 @pytest.mark.parametrize(

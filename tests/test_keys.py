@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from sqlalchemy.exc import OperationalError
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
 from typer.testing import CliRunner, Result
@@ -134,6 +135,30 @@ async def test_keys_are_read_once_a_second_however_many_ask(database: Database):
     assert await asyncio.gather(*(ring.find(digest) for _ in range(50))) == [None] * 50
     assert keys.reads == 2
     assert FRESH_SECONDS <= 2
+
+
+async def test_a_store_that_cannot_be_read_keeps_each_who_asks_waiting_once_and_not_one_after_the_other(
+    database: Database,
+):
+    class FailingKeys(CountingKeys):
+        fails = False
+
+        def table(self) -> keys_module.KeyTable:
+            found = super().table()
+            if self.fails:
+                raise OperationalError("select", {}, Exception("no answer in time"))
+            return found
+
+    keys, clock = FailingKeys(database), [0.0]
+    _, key = keys.create()
+    ring = KeyRing(keys, lambda: clock[0])
+    keys.fails, clock[0] = True, FRESH_SECONDS
+    asked = await asyncio.gather(*(ring.find(key_digest(key)) for _ in range(20)), return_exceptions=True)
+    assert {type(answer) for answer in asked} == {OperationalError}
+    assert keys.reads == 2
+    assert await ring.still_opens(key_digest(key))
+    keys.fails, clock[0] = False, 2 * FRESH_SECONDS
+    assert await ring.find(key_digest(key)) is not None
 
 
 async def test_a_slow_store_does_not_hold_up_the_event_loop(database: Database):

@@ -428,6 +428,32 @@ def test_a_jobs_model_is_its_owners_and_the_short_name_means_each_ones_own(datab
     assert "base-sft-a-0" not in caught.value.message
 
 
+async def test_a_name_that_a_key_gave_takes_nothing_from_the_administrator(database: Database, tmp_path: Path):
+    """Neither another name of a base model, nor the short one of a checkpoint, nor a place in the run.yaml."""
+    models = models_with_jobs(database, tmp_path)
+    with database.session() as session:
+        models.add_base(session, "Llama3.2-3B-Instruct", tmp_path / "models" / "llama", {})
+    names = ("meta-llama/Llama-3.2-3B-Instruct", "base-sft-0", "free")
+    for name in names:
+        with acting_as(ALICE):
+            await models.register_model(RegisterModelRequest(model_id=name, provider_model_id="base-sft-a-0"))
+        assert found(models, ALICE, name) == "base-sft-a-0"
+    assert found(models, ADMINISTRATOR, names[0]) == "Llama3.2-3B-Instruct"
+    assert found(models, BOB, names[0]) == "Llama3.2-3B-Instruct"
+    assert found(models, ADMINISTRATOR, names[1]) == "base-sft-b-0"
+    assert found(models, ADMINISTRATOR, names[2]) == "base-sft-a-0"
+
+
+def test_an_id_that_another_has_is_refused_whoever_asks(database: Database, tmp_path: Path):
+    """As it is to a job that gives a directory and an id for what lies there."""
+    models = models_with_jobs(database, tmp_path)
+    for name in ("base", "base-sft-a-0"):
+        with refused_as(Conflict, BOB):
+            models.refuse_hidden(name)
+    with acting_as(BOB):
+        models.refuse_hidden("free")
+
+
 async def test_a_name_in_the_run_yaml_shares_a_jobs_model(database: Database, tmp_path: Path):
     models = models_with_jobs(database, tmp_path)
     with acting_as(ALICE):

@@ -131,6 +131,8 @@ def test_a_formula_without_a_value_is_named():
     assert refusal(content).startswith("row 1, /b: holds a formula without its value: open and save the file")
     alone = saved(["a"], ["=1+1"])
     assert refusal(alone).startswith("row 0, /a: holds a formula")
+    for names, column in ((['=A5&"a"', "b"], "A"), (["a", '=A5&"b"'], "B"), (['=A5&"a"'], "A")):
+        assert refusal(saved(names, ["x"])).startswith(f"the name of column {column} is a formula without its value")
 
 
 @pytest.mark.parametrize(

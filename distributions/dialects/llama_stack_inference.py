@@ -24,9 +24,12 @@ _TYPES = {"str": "string", "int": "integer", "float": "number", "bool": "boolean
 
 def _text(value: object) -> object:
     """Content is a text, a text item, or a list of either; what is listed is one text in parts."""
-    if isinstance(value, list):
-        return "".join(str(_item(part)) for part in value)
-    return _item(value)
+    if not isinstance(value, list):
+        return _item(value)
+    parts = [_item(part) for part in value]
+    if not all(isinstance(part, str) for part in parts):
+        raise ValueError("what content lists are texts or text items")
+    return "".join(map(str, parts))
 
 
 def _item(value: object) -> object:

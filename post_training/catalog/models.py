@@ -180,6 +180,11 @@ class ModelCatalog:
                         param="job_uuid",
                     )
 
+    def refuse_hidden(self, identifier: str) -> None:
+        """Raises Conflict where somebody has this id, whether or not the caller may see what it is."""
+        with self.database.reading() as session:
+            self._refuse_taken(session, identifier)
+
     def mark_job_completed(self, session: Session, job_uuid: str) -> None:
         """From now on `<model>-sft-<epoch>` may mean this job's checkpoints."""
         rows = update(CheckpointModelRow).where(CheckpointModelRow.job_uuid == job_uuid)
@@ -297,14 +302,18 @@ class ModelCatalog:
 
     def _lookup(self, session: Session, identifier: str) -> _Model | None:
         alias = _seen(session.get(AliasRow, identifier))
+        named = None
         if alias is not None and alias.target != identifier:
             target = _exact(session, alias.target)
             # Under a name that is everybody's, everybody has the model, a job's as well.
-            return target if alias.owned_by == EVERYBODY else _seen(target)
+            named = target if alias.owned_by == EVERYBODY else _seen(target)
+            if current_caller().owner == alias.owned_by or alias.owned_by == EVERYBODY:
+                return named
+        # A name that a key gave means something to the administrator only where nothing else has it.
         for name in (identifier, *same_model(identifier)):
             if (row := _seen(_exact(session, name))) is not None:
                 return row
-        return self._newest(session, identifier)
+        return self._newest(session, identifier) or named
 
     def _newest(self, session: Session, identifier: str) -> CheckpointModelRow | None:
         match = _LATEST.fullmatch(identifier)
@@ -319,6 +328,8 @@ class ModelCatalog:
             .where(CheckpointModelRow.model.in_(names), CheckpointModelRow.kind == match["kind"])
             .where(CheckpointModelRow.epoch == int(match["epoch"]), CheckpointModelRow.completed_at.is_not(None))
             .where(visible(CheckpointModelRow.owned_by))
+            # The administrator, who sees all, means those of no key first.
+            .order_by(CheckpointModelRow.owned_by.is_distinct_from(current_caller().owner))
             .order_by(CheckpointModelRow.completed_at.desc(), CheckpointModelRow.step.desc())
         )
         return session.scalars(found.limit(1)).first()

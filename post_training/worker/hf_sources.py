@@ -95,6 +95,9 @@ def read_rows(path: str, split: str = "train", name: str | None = None, revision
 
     try:
         rows = datasets.load_dataset(path, name=name, split=split, revision=revision, streaming=True)
+        if rows.features:
+            # An image or audio cell names a file or URL, which decoding would open, whatever and wherever it is.
+            rows = rows.decode(False)
         for number, row in enumerate(rows):
             encode_row(row, number)  # what has no JSON form is named here, whoever reads
             yield row

@@ -26,6 +26,7 @@ from apis.errors import DataInvalid, PostgradError
 from post_training.data.records import MAX_ROW_BYTES, encode_row, too_long
 
 _PARAM = "source.uri"
+_UNCOMPUTED = "a formula without its value: open and save the file in a spreadsheet program"
 ERROR_EXIT_CODE = 2
 # A workbook is a zip archive: a small one may unpack to anything.
 MAX_UNPACKED_BYTES = 2**30
@@ -93,7 +94,7 @@ def _rows(stream: BinaryIO) -> Iterator[Row]:
         if all(cell.value is None for cell in cells) and not formulas.any_at(line, cells):
             continue
         if header is None:
-            header = _header([cell.value for cell in cells])
+            header = _header([cell.value for cell in cells], lambda column, line=line: formulas.at(line, column))
         else:
             yield _row(header, cells, number, lambda column, line=line: formulas.at(line, column))
             number += 1
@@ -130,8 +131,11 @@ class _Formulas:
         return any(self.at(line, column) for column in range(len(cells)))
 
 
-def _header(values: list[Any]) -> list[str]:
-    while values[-1] is None:
+def _header(values: list[Any], is_formula: Callable[[int], bool]) -> list[str]:
+    for column, name in enumerate(values):
+        if name is None and is_formula(column):
+            raise DataInvalid(f"the name of column {_letters(column)} is {_UNCOMPUTED}", param=_PARAM)
+    while values and values[-1] is None:
         values.pop()
     for column, name in enumerate(values):
         if not isinstance(name, str) or not name.strip():
@@ -152,11 +156,7 @@ def _row(header: list[str], cells: Cells, number: int, is_formula: Callable[[int
         if cell.data_type == "e":
             raise DataInvalid(f"holds the error {cell.value}", row=number, pointer=f"/{name}")
         if cell.value is None and is_formula(column):
-            raise DataInvalid(
-                "holds a formula without its value: open and save the file in a spreadsheet program",
-                row=number,
-                pointer=f"/{name}",
-            )
+            raise DataInvalid(f"holds {_UNCOMPUTED}", row=number, pointer=f"/{name}")
         row[name] = _json_value(cell)
     return row
 
