@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import signal
 from collections import Counter
 from itertools import product as pairs
 from pathlib import Path
@@ -194,6 +196,30 @@ def test_the_stack_is_stopped_when_the_block_fails(tmp_path: Path):
 
     with pytest.raises(KeyboardInterrupt):
         interrupted()
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"{urls[0]}/v1/health", trust_env=False)
+
+
+def test_a_second_signal_while_the_stack_is_being_stopped_leaves_none_behind(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """make hands on the signal that it gets, and its process group may have had it already."""
+    server = load_example("server")
+    stop, urls = server._stop, []
+
+    def stop_under_another_signal(process: Any) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        stop(process)
+
+    def stopped() -> None:
+        with server.running_stack(tmp_path / "home", tmp_path / "log") as url:
+            urls.append(url)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    monkeypatch.setattr(server, "_stop", stop_under_another_signal)
+    with pytest.raises(SystemExit) as ended:
+        stopped()
+    assert ended.value.code == 128 + signal.SIGTERM
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"{urls[0]}/v1/health", trust_env=False)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +78,17 @@ def test_where_the_kernel_does_not_work_the_reason_is_told(dtype: torch.dtype, d
     found = varlen.varlen_fault(Heads(1, 1, 8, pairs=False), dtype, torch.device(device))
     assert found is not None
     assert reason in found
+
+
+def test_an_older_pytorch_without_the_kernel_is_no_fault_of_the_import(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setitem(sys.modules, "torch.nn.attention.varlen", None)
+    try:
+        importlib.reload(varlen)
+        reason = varlen.varlen_fault(Heads(1, 1, 8, pairs=False), torch.bfloat16, torch.device("cuda"))
+    finally:
+        monkeypatch.undo()
+        importlib.reload(varlen)
+    assert reason == "this PyTorch has no varlen_attn"
 
 
 @on_gpu

@@ -20,6 +20,7 @@ from apis.datasets.models import URIDataSource
 from apis.errors import DataInvalid, PostgradError
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.worker import xlsx_source
+from post_training.worker.printing import ERROR_EXIT_CODE
 from post_training.worker.xlsx_source import read_xlsx
 
 SHEET = '<worksheet xmlns="http://schemas.openxmlformats.org/spreadsheetml/2006/main">{}</worksheet>'
@@ -302,7 +303,7 @@ def test_a_workbook_that_takes_too_much_memory_is_refused(tmp_path: Path):
         done = subprocess.run(
             [sys.executable, "-c", program], stdin=stream, capture_output=True, text=True, check=False
         )
-    assert done.returncode == xlsx_source.ERROR_EXIT_CODE
+    assert done.returncode == ERROR_EXIT_CODE
     assert "memory" in done.stderr
 
 

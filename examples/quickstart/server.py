@@ -50,6 +50,9 @@ def running_stack(home: Path, log: Path) -> Iterator[str]:
 
 
 def _leave(number: int, _frame: FrameType | None) -> None:
+    # A second one, as from make and from who stopped make, must not cut the stop of the server short.
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, signal.SIG_IGN)
     sys.exit(128 + number)
 
 

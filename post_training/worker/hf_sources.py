@@ -11,7 +11,6 @@ It prints the rows as JSON lines. On a fault the last line of stderr is an error
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import sys
@@ -23,6 +22,7 @@ from urllib.parse import parse_qsl, unquote, urlsplit
 from apis.datasets.models import Row
 from apis.errors import DataInvalid, InvalidField, PostgradError
 from post_training.data.records import MAX_ROW_BYTES, encode_row, too_long
+from post_training.worker.printing import print_rows
 
 _PARAM = "source.uri"
 _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]*)?")
@@ -30,7 +30,6 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*(/[A-Za-z0-9][A-Za-z0-9._-]
 _OPTIONS = {"split", "name", "revision"}
 _PARQUET_ROWS = 256
 _MAX_REASON = 500
-ERROR_EXIT_CODE = 2
 
 
 def read_hub_rows(uri: str) -> Iterator[Row]:
@@ -157,15 +156,13 @@ def main(arguments: list[str] | None = None) -> int:
     source.add_argument("--uri", help="huggingface://datasets/<org>/<name>?split=train")
     source.add_argument("--parquet", type=int, metavar="FD", help="number of an open, seekable file")
     given = parser.parse_args(arguments)
-    try:
-        rows = read_hub_rows(given.uri) if given.uri else read_parquet(os.fdopen(given.parquet, "rb"))
-        for number, row in enumerate(rows):
-            sys.stdout.buffer.write(encode_row(row, number))
-        sys.stdout.buffer.flush()
-    except PostgradError as error:
-        print(json.dumps({"code": error.code, "message": error.message}), file=sys.stderr)
-        return ERROR_EXIT_CODE
-    return 0
+    if given.uri:
+        return print_rows(_hub_rows(given.uri))
+    return print_rows(read_parquet(os.fdopen(given.parquet, "rb")))
+
+
+def _hub_rows(uri: str) -> Iterator[Row]:
+    yield from read_hub_rows(uri)  # what that raises before the first row is a fault like any other
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ It prints the rows as JSON lines. On a fault the last line of stderr is an error
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import resource
 import sys
@@ -24,10 +23,10 @@ from typing import Any, BinaryIO
 from apis.datasets.models import Row
 from apis.errors import DataInvalid, PostgradError
 from post_training.data.records import MAX_ROW_BYTES, encode_row, too_long
+from post_training.worker.printing import print_rows
 
 _PARAM = "source.uri"
 _UNCOMPUTED = "a formula without its value: open and save the file in a spreadsheet program"
-ERROR_EXIT_CODE = 2
 # A workbook is a zip archive: a small one may unpack to anything.
 MAX_UNPACKED_BYTES = 2**30
 MAX_PARTS = 10_000
@@ -190,15 +189,8 @@ def main(arguments: list[str] | None = None) -> int:
     with suppress(ValueError, OSError):  # not every system has this limit
         resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
     warnings.simplefilter("ignore")  # of openpyxl's, of features that say nothing of values
-    try:
-        with os.fdopen(given.file, "rb") as stream:
-            for number, row in enumerate(read_xlsx(stream)):
-                sys.stdout.buffer.write(encode_row(row, number))
-        sys.stdout.buffer.flush()
-    except PostgradError as error:
-        print(json.dumps({"code": error.code, "message": error.message}), file=sys.stderr)
-        return ERROR_EXIT_CODE
-    return 0
+    with os.fdopen(given.file, "rb") as stream:
+        return print_rows(read_xlsx(stream))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,14 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.nn.attention.varlen import varlen_attn
 
 from post_training.training.model import Segments
 from providers.torchtune.fused_kernels import Heads, Kernels
+
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:  # an older PyTorch, which trains all the same
+    varlen_attn = cast(Any, None)
 
 
 def varlen_attention(
@@ -57,6 +61,8 @@ def varlen_fault(heads: Heads, dtype: torch.dtype, device: torch.device) -> str 
     """Why `varlen_attention` cannot be used for these heads, found by trying both directions; None where it can."""
     if device.type != "cuda":
         return "the device is no CUDA device"
+    if varlen_attn is None:
+        return "this PyTorch has no varlen_attn"
     if dtype not in (torch.bfloat16, torch.float16):
         return f"the kernel computes 16-bit types, not {dtype}"
     batch = Segments(*(torch.tensor([0, 1, 0, 1, 2], device=device) for _ in range(2)), lengths=(2, 3))
