@@ -5,6 +5,7 @@
     │   ├── InvalidField          a field's value cannot be used
     │   ├── DataInvalid           a data set or one of its rows cannot be used
     │   ├── Conflict              the id is taken by something else (never 409: real clients retry that)
+    │   ├── StepMissing           a session's step waited for one before it that did not come
     │   ├── UnsupportedModel      no configured provider computes this model rightly
     │   └── ModelInvalid          a model directory is incomplete or damaged
     ├── Unauthorized (401)
@@ -92,6 +93,10 @@ class DataInvalid(BadRequest):
 
 class Conflict(BadRequest):
     code = "conflict"
+
+
+class StepMissing(BadRequest):
+    code = "step_missing"
 
 
 class UnsupportedModel(BadRequest):

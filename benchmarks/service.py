@@ -140,7 +140,7 @@ def call_latencies(bench: Bench) -> str:
     """While a job trains on every core."""
     with running(bench.home, bench.threads, bench.log) as stack, httpx.Client(base_url=stack.url, timeout=60) as http:
         stack.register(400)
-        busy = request("busy", epochs=1000, dtype=bench.dtype)
+        busy = request("busy", epochs=100, dtype=bench.dtype)
         stack.client.post_training.supervised_fine_tune(**busy)
         first_event(stack, "busy", lambda each: each.kind is JobEventKind.step)
         calls: dict[str, Callable[[int], httpx.Response]] = {

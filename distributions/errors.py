@@ -13,7 +13,8 @@ from sqlalchemy.exc import SQLAlchemyError
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from apis.errors import DataInvalid, MethodNotAllowed, NotFound, PostgradError, TooLarge, Unauthorized, field_path
+from apis.errors import DataInvalid, MethodNotAllowed, NotFound, PostgradError, TooLarge, Unauthorized
+from apis.faults import describe_faults, first_fault
 from distributions.dialects.validation import SHAPE_TAG
 from distributions.methods import allowed_methods
 from post_training.checkpoints.layout import disk_full
@@ -25,8 +26,6 @@ RETRY_AFTER_SECONDS = 5
 _OPENAI_TAILS = ("/chat/completions", "/completions")
 _OPENAI_PREFIX = "/v1/openai/"
 _SHARED_WITH_OPENAI = "/v1/models"
-_MAX_FAULTS = 20
-_MAX_NAME = 100
 _CODES = {kind.http_status: kind.code for kind in (Unauthorized, NotFound, MethodNotAllowed, TooLarge)}
 
 
@@ -141,9 +140,8 @@ async def _on_http_exception(request: Request, error: Exception) -> JSONResponse
 
 async def _on_invalid_request(request: Request, error: Exception) -> JSONResponse:
     assert isinstance(error, RequestValidationError)
-    faults = [_fault(item, error.body) for item in error.errors()[:_MAX_FAULTS]]
-    param = ".".join(map(str, faults[0]["loc"][1:])) or None if faults[0]["type"] != "json_invalid" else None
-    message = f"{param}: {faults[0]['msg']}" if param else faults[0]["msg"]
+    faults = describe_faults(error.errors(), error.body, left_out=SHAPE_TAG)
+    param, message = first_fault(faults)
     return _answer(
         request.url.path,
         400,
@@ -154,30 +152,3 @@ async def _on_invalid_request(request: Request, error: Exception) -> JSONRespons
         extra={"detail": {"errors": faults}},
         with_detail=False,
     )
-
-
-def _fault(item: Mapping[str, Any], body: Any) -> dict[str, Any]:
-    loc = list(item["loc"])
-    loc = [part for part in loc if not str(part).startswith(SHAPE_TAG)]
-    plain = [loc[0], *field_path(loc[1:], body)] if loc and loc[0] == "body" else loc
-    return {"loc": [_short(part) for part in plain], "msg": _message(item, body), "type": item["type"]}
-
-
-def _short(part: Any) -> Any:
-    return part if isinstance(part, int) or len(part) <= _MAX_NAME else part[:_MAX_NAME] + "…"
-
-
-def _message(item: Mapping[str, Any], body: Any) -> str:
-    """What is wrong, without the value: it may be long, or private."""
-    kind, context = item["type"], item.get("ctx") or {}
-    if kind == "json_invalid":
-        return f"the body is not valid JSON: {context.get('error')} at character {item['loc'][-1]}"
-    if kind == "extra_forbidden":
-        return "there is no such field"
-    if kind == "union_tag_invalid":
-        return f"{context.get('discriminator')} must be one of {context.get('expected_tags')}"
-    if kind == "value_error":
-        return str(context.get("error", item["msg"]))
-    if list(item["loc"]) == ["body"] and isinstance(body, bytes):
-        return "the body must be JSON, sent with content-type: application/json"
-    return str(item["msg"])

@@ -8,12 +8,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import anyio.to_thread
-from starlette.datastructures import Headers, MutableHeaders
-from starlette.exceptions import HTTPException
+from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-
-from apis.errors import TooLarge
-from distributions.errors import error_response
 
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
 SMALL_BODY_BYTES = 2**18
@@ -34,55 +30,6 @@ class TraceId:
             await send(message)
 
         await self.app(scope, receive, mark)
-
-
-class _Exceeded(HTTPException):
-    """An HTTPException, since FastAPI turns any other exception while it reads a body into a 400."""
-
-
-class BodyLimit:
-    """Refuses a body of more than `limit` bytes, whether its length is declared or only shows while it arrives."""
-
-    def __init__(self, app: ASGIApp, limit: int) -> None:
-        self.app, self.limit = app, limit
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        error = TooLarge(f"the body is over this server's limit of {self.limit} bytes")
-        declared = Headers(scope=scope).get("content-length", "")
-        if declared.isdigit() and int(declared) > self.limit:
-            await self._drain(receive)
-            await error_response(error, scope["path"])(scope, receive, send)
-            return
-        try:
-            await self.app(scope, self._counting(receive, error), send)
-        except _Exceeded:
-            await error_response(error, scope["path"])(scope, receive, send)
-
-    def _counting(self, receive: Receive, error: TooLarge) -> Receive:
-        seen = 0
-
-        async def count() -> Message:
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.limit:
-                await self._drain(receive)
-                raise _Exceeded(error.http_status, error.message)
-            return message
-
-        return count
-
-    async def _drain(self, receive: Receive) -> None:
-        """Read a little further, so that a client that sends first and reads afterwards gets the answer."""
-        left = self.limit
-        while left > 0:
-            message = await receive()
-            left -= len(message.get("body", b""))
-            if not message.get("more_body", False):
-                return
 
 
 class TranslateBody:

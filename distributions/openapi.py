@@ -8,6 +8,7 @@ from typing import Any
 
 from fastapi import FastAPI
 
+from apis.common import MAX_INTEGER
 from distributions.errors import answers_as_openai
 
 Json = dict[str, Any]
@@ -20,6 +21,7 @@ An error says what is wrong, where, and what to do; `x-should-retry: false` goes
 
 TAGS = {
     "post_training": "Fine-tuning: check a job, submit it, follow it, stop it, and fetch what it made.",
+    "sft_sessions": "Fine-tuning step by step: open a session, find its training server, end it.",
     "datasets": "Rows to train on: from files, URIs or the request itself.",
     "models": "Base models and checkpoints of jobs, under one kind of id.",
     "inference": "Text from any model, a checkpoint of a running job included.",
@@ -42,6 +44,12 @@ SUMMARIES = {
     "stream_job_events": "Follow a job: everything that has happened, then each new thing as it happens",
     "list_checkpoint_files": "List the files of a checkpoint",
     "get_checkpoint_file": "Download a file of a checkpoint",
+    "submit_job": "Open a session of fine-tuning step by step",
+    "job_status": "State of a session, and where its training server answers",
+    "list_sessions": "List sessions",
+    "cancel_session": "End a session without a result",
+    "complete_session": "Save a session and end it with success",
+    "resume_session": "Let a paused session go on",
     "register_dataset": "Register a data set",
     "list_datasets": "List data sets",
     "get_dataset": "Find a data set",
@@ -77,7 +85,8 @@ _ERRORS = {
     501: ("NotSupported", "No provider here does that"),
     503: ("Unavailable", "Something that the request needs cannot run now; try again later"),
 }
-_WORKED_FOR = ("post_training", "inference")
+_LIMITS = ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf")
+_WORKED_FOR = ("post_training", "sft_sessions", "inference")
 _OPEN = "/v1/health"
 
 
@@ -101,6 +110,7 @@ class Documented(FastAPI):
 
 
 def _described(document: Json) -> Json:
+    _make_limits_whole(document)
     for path, method, operation in operations(document):
         operation["summary"] = _summary(operation["summary"])
         operation["responses"] = _responses(path, method, operation)
@@ -115,6 +125,25 @@ def _described(document: Json) -> Json:
     components["securitySchemes"] = {"ApiKey": {"type": "http", "scheme": "bearer"}}
     document["security"] = [{}, {"ApiKey": []}]
     return document
+
+
+def _make_limits_whole(node: Any) -> None:
+    """Write the limits of integers as integers, in place: FastAPI keeps every limit as a float.
+
+    The largest number of 64 bits has no float of its own and comes as the next one, which is no such number.
+    """
+    if isinstance(node, list):
+        for item in node:
+            _make_limits_whole(item)
+    if not isinstance(node, dict):
+        return
+    for value in node.values():
+        _make_limits_whole(value)
+    if node.get("type") == "integer":
+        for name in _LIMITS:
+            limit = node.get(name)
+            if isinstance(limit, float) and limit.is_integer():
+                node[name] = min(int(limit), MAX_INTEGER) if name == "maximum" else int(limit)
 
 
 def operations(document: Json) -> Iterator[tuple[str, str, Json]]:

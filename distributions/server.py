@@ -19,8 +19,11 @@ import apis.inference.routes
 import apis.inspect.routes
 import apis.models.routes
 import apis.post_training.routes
+import apis.sft_sessions.routes
+from apis.body_limit import BodyLimit
 from apis.common import Api
 from apis.errors import PortBusy, RunConfigInvalid, StackError
+from apis.sft_sessions.protocol import OffersSessions
 from distributions.authentication import Authenticate, KeyRing, hash_key, is_loopback, store_has_keys
 from distributions.dialects import llama_stack_alpha as alpha
 from distributions.dialects import llama_stack_alpha_catalog as alpha_catalog
@@ -29,10 +32,10 @@ from distributions.dialects.llama_stack_datasets import create_rows_router
 from distributions.dialects.llama_stack_inference_routes import create_inference_router
 from distributions.dialects.openai_streams import StreamsWithoutDone
 from distributions.dialects.other_apis import create_other_apis_router
-from distributions.errors import CatchAll, add_exception_handlers
+from distributions.errors import CatchAll, add_exception_handlers, error_response
 from distributions.inspection import StackInspection
 from distributions.methods import Methods
-from distributions.middleware import BodyLimit, TraceId, TranslateBody
+from distributions.middleware import TraceId, TranslateBody
 from distributions.openapi import Documented
 from distributions.resolver import PlannedProvider, plan
 from distributions.run_config import LoggingConfig, StackRunConfig
@@ -69,7 +72,7 @@ def create_app(stack: Stack, api_key: str | None = None) -> FastAPI:
     app.add_middleware(Methods)
     app.add_middleware(StreamsWithoutDone)
     app.add_middleware(TranslateBody, translations=v1.body_translations())
-    app.add_middleware(BodyLimit, limit=stack.config.server.max_body_bytes)
+    app.add_middleware(BodyLimit, limit=stack.config.server.max_body_bytes, answer=error_response)
     administrator = None if api_key is None else hash_key(api_key)
     app.add_middleware(Authenticate, keys=KeyRing(ApiKeys(stack.database)), administrator=administrator)
     app.add_middleware(CatchAll)
@@ -94,6 +97,8 @@ def _mount(app: FastAPI, stack: Stack) -> None:
             app.include_router(v1.create_flat_job_router(post_training), prefix=prefix)
             app.include_router(apis.post_training.routes.create_router(post_training), prefix=prefix, deprecated=old)
         app.include_router(alpha.create_alpha_jobs_router(post_training), prefix="/alpha")
+        if isinstance(post_training, OffersSessions):
+            app.include_router(apis.sft_sessions.routes.create_scheduler_router(post_training.sessions))
     app.include_router(create_other_apis_router(), prefix="/v1")
 
 

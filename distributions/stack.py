@@ -141,6 +141,7 @@ async def build_stack(config: StackRunConfig, planned: Sequence[PlannedProvider]
         database = _open_store(config)
         models = ModelCatalog(database, config.home)
         datasets = DatasetCatalog(database, config.home)
+        datasets.discard_unfinished()
         scheduler = local_scheduler(database, config.home, config.jobs.settings(config.environ))
         providers = await build(planned, database, models, datasets, scheduler, config)
         stack = Stack(config, database, models, datasets, scheduler, lock, providers)

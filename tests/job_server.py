@@ -26,6 +26,7 @@ from distributions.errors import CatchAll, add_exception_handlers
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog, checkpoint_identifier
 from post_training.checkpoints.layout import CheckpointWriter, Manifest, checkpoints_root, clean_partial
+from post_training.job_specs import ProviderProfile
 from post_training.jobs.database import Database
 from post_training.jobs.devices import Slot
 from post_training.jobs.launchers.local import LocalLauncher
@@ -34,7 +35,7 @@ from post_training.jobs.scheduler import Scheduler, SchedulerSettings
 from post_training.jobs.spec import WorkerSettings
 from post_training.jobs.store import JobStore
 from post_training.jobs.tables import CheckpointRow
-from post_training.service import JobService, ProviderProfile
+from post_training.service import JobService
 from tests.in_memory_stack import serving
 from tests.test_job_store import CPU, PROVIDER, make_spec
 

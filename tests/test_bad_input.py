@@ -78,7 +78,7 @@ REFUSED: list[tuple[dict[str, Any], int, str, str | None]] = [
     ({"training_config__data_config__batch_size": 0}, 400, "1", "training_config.data_config.batch_size"),
     ({"training_config__data_config__batch_size": "many"}, 400, "integer", "training_config.data_config.batch_size"),
     ({"training_config__data_config__max_seq_len": 4000}, 400, "256", "training_config.data_config.max_seq_len"),
-    ({"training_config__data_config__data_format": "dialog"}, 400, "dialog", None),
+    ({"training_config__data_config__data_format": "instruct"}, 400, "chat_completion_input", None),
     ({"training_config__n_epochs": 0}, 400, "1", "training_config.n_epochs"),
     ({"training_config__dtype": "fp8"}, 400, "bf16", "training_config.dtype"),
     ({"training_config__learning_rate": 1}, 400, "no such field", "training_config.learning_rate"),

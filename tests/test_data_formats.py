@@ -158,6 +158,49 @@ def test_the_answers_of_an_alpaca_history_are_learnt_and_its_questions_only_with
         assert learnt == [f"{answer}{CHATML.end_of_turn}" for answer in ("alpha", "beta", "gamma")]
 
 
+SYSTEM = {"role": "system", "content": "Add."}
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        messages(USER, ANSWER),
+        messages(SYSTEM, USER, {**ANSWER, "weight": 0}, USER, ANSWER),
+        {"messages": json.dumps([USER, ANSWER])},
+        messages(USER, {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "content": "4"}, tools=[TOOL]),
+    ],
+)
+def test_a_dialog_that_stands_as_messages_is_read_as_messages(row: Row):
+    assert to_example(row, 3, DatasetFormat.dialog) == to_example(row, 3, DatasetFormat.messages)
+
+
+def test_a_dialog_that_stands_as_messages_has_the_faults_of_messages():
+    with pytest.raises(DataInvalid, match="row 3, /messages: must hold at least one 'assistant'"):
+        to_example(messages(USER), 3, DatasetFormat.dialog)
+
+
+def test_a_row_with_a_dialog_is_a_dialog_whatever_else_it_has():
+    row = {"dialog": [USER, ANSWER], **messages(SYSTEM, USER, ANSWER)}
+    assert conversation_of(row, 0, DatasetFormat.dialog).messages == [USER, ANSWER]
+    with pytest.raises(DataInvalid, match="row 0, /dialog: must be a list of messages, found null"):
+        to_example({"dialog": None, **messages(USER, ANSWER)}, 0, DatasetFormat.dialog)
+    with pytest.raises(DataInvalid, match="'talk', given for 'dialog'"):
+        to_example(messages(USER, ANSWER), 0, DatasetFormat.dialog, {"dialog": "talk"})
+    with pytest.raises(DataInvalid, match=r"'dialog' is missing; .* A dialog is read from 'messages' as well"):
+        to_example({"text": "a"}, 0, DatasetFormat.dialog)
+
+
+def test_messages_are_the_same_tokens_under_either_name(tmp_path: Path):
+    tokenizer = ChatTokenizer.from_dir(build(CHATML, tmp_path))
+    row = messages(SYSTEM, USER, ANSWER, USER, {**ANSWER, "content": "four"})
+    dialog, plain = (
+        tokenizer.encode_example(conversation_of(row, 0, data_format), False)
+        for data_format in (DatasetFormat.dialog, DatasetFormat.messages)
+    )
+    assert list(dialog.tokens) == list(plain.tokens)
+    assert list(dialog.weights) == list(plain.weights)
+
+
 BAD: list[tuple[DatasetFormat, Row, str, str]] = [
     (DatasetFormat.instruct, {"chat_completion_input": "[{'role': 'user'}]", "expected_answer": "4"},
      "/chat_completion_input", "not valid JSON"),

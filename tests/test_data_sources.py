@@ -172,6 +172,7 @@ def test_other_data_uris_read_as_rows(uri: str):
         ("lsfs://a.jsonl", "not read over 'lsfs'"),
         ("huggingface://datasets/org/name", "allow_hub: true"),
         ("file://host/a.jsonl", "names no host"),
+        ("file://[/a.jsonl", "'file://[/a.jsonl' is not a URI"),
         ("a.arrow", "data files end in .csv, .json, .jsonl, .parquet, .xlsx"),
         ("a", "data files end in .csv, .json, .jsonl, .parquet, .xlsx"),
         ("a\0.jsonl", "NUL"),
@@ -182,6 +183,10 @@ def test_a_source_that_is_not_read_is_refused_by_name(tmp_path: Path, uri: str, 
     assert isinstance(error, InvalidField)
     assert error.param == "source.uri"
     assert reason in error.message
+
+
+def test_a_hub_uri_that_is_no_uri_is_refused_by_name():
+    assert "is not a URI" in refusal("huggingface://[datasets/a/b", allow_hub=True).message
 
 
 def test_files_are_found_by_relative_path_absolute_path_and_file_uri(tmp_path: Path):

@@ -11,8 +11,8 @@ import httpx
 import pytest
 
 from apis.post_training.models import JobProgress, SupervisedFineTuneRequest
+from post_training.job_specs import request_hash as _hash
 from post_training.jobs.tables import CheckpointRow
-from post_training.service import _hash
 from tests.job_server import JOBS, JobServer, job_server
 
 

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import pytest
 from fastapi import FastAPI
+from sqlalchemy import text
 from sqlalchemy.exc import OperationalError
 from starlette.responses import PlainTextResponse, StreamingResponse
 from starlette.types import Receive, Scope, Send
@@ -26,13 +27,15 @@ from typer.testing import CliRunner, Result
 from apis.errors import InvalidField, NotFound, StackError
 from distributions.authentication import FRESH_SECONDS, Authenticate, KeyRing, hash_key
 from distributions.cli.main import app as cli
+from distributions.home import lock_home
 from distributions.resolver import plan
 from distributions.run_config import StackRunConfig
 from distributions.server import check_exposure, create_app, serve
 from distributions.stack import build_stack
 from post_training.catalog import keys as keys_module
 from post_training.catalog.keys import KEY_PREFIX, USE_NOTED_EVERY, ApiKeys, key_digest
-from post_training.jobs.database import Database
+from post_training.jobs.database import SCHEMA_VERSION, Database, Layout, read_layout
+from post_training.jobs.migrations import upgrade
 from post_training.owners import Caller, current_caller
 from providers.registry import BUILT_IN
 from tests.served_stack import run_yaml_with, served
@@ -491,6 +494,63 @@ def test_keys_go_to_the_store_that_a_run_yaml_names(tmp_path: Path):
     assert [key.id for key in ApiKeys(database).all()] == [row["id"]]
     database.close()
     assert not (tmp_path / "home" / "postgrad.db").exists()
+
+
+def store_of_layout(home: Path, version: int) -> Database:
+    """A state folder whose store has an older layout, or the number of a newer one."""
+    home.mkdir()
+    database = Database(f"sqlite:///{home / 'postgrad.db'}")
+    with database.engine.begin() as connection:
+        upgrade(connection, Layout(None, None), f"{min(version, SCHEMA_VERSION):04}")
+        connection.execute(text("UPDATE schema_version SET version = :version"), {"version": version})
+    return database
+
+
+def layout_of(database: Database) -> int | None:
+    with database.reading() as session:
+        return read_layout(session.connection()).version
+
+
+COMMANDS = [("create",), ("list",), ("revoke", "key_0")]
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_store_that_a_newer_program_migrated_is_refused_in_one_line(tmp_path: Path, command: tuple[str, ...]):
+    database = store_of_layout(tmp_path / "home", SCHEMA_VERSION + 1)
+    done = run_cli(tmp_path / "home", "keys", *command)
+    assert (done.exit_code, done.stdout) == (1, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert re.search(
+        rf"layout {SCHEMA_VERSION + 1}, this Postgrad knows layouts up to .*: upgrade Postgrad", done.stderr
+    )
+    database.close()
+
+
+@pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command[0])
+def test_a_store_is_not_migrated_under_a_server_of_an_older_program(tmp_path: Path, command: tuple[str, ...]):
+    home = tmp_path / "home"
+    database = store_of_layout(home, SCHEMA_VERSION - 1)
+    with lock_home(home):
+        done = run_cli(home, "keys", *command)
+    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert "layout of an older Postgrad, and a server works on it" in done.stderr
+    assert str(home) in done.stderr
+    assert layout_of(database) == SCHEMA_VERSION - 1
+    assert run_cli(home, "keys", "create").exit_code == 0
+    assert layout_of(database) == SCHEMA_VERSION
+    lock_home(home).close()  # it is free again
+    database.close()
+
+
+def test_a_store_that_another_holds_is_said_to_be_locked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    home = tmp_path / "home"
+    created(home)
+    monkeypatch.setattr("post_training.jobs.engines.BUSY_TIMEOUT_SECONDS", 0.1)
+    with contextlib.closing(sqlite3.connect(home / "postgrad.db", isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        done = run_cli(home, "keys", "create")
+    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert "the store is locked" in done.stderr
 
 
 def test_a_caller_that_sees_all_is_the_default_of_work_without_a_request():

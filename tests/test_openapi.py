@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from tests.public_schema import SNAPSHOT, document, public_schema
 # Where each API is at home; every other path of it is there for older clients.
 HOMES = {
     "post_training": ("/v1alpha/post-training/",),
+    "sft_sessions": ("/submit_job", "/job_status", "/list_jobs", "/cancel_job", "/complete_job", "/resume_job"),
     "datasets": ("/v1beta/",),
     "models": ("/v1/models",),
     "inference": ("/v1/chat/completions", "/v1/completions"),
@@ -77,6 +79,29 @@ def test_routes_of_openais_describe_openais_envelope(schema: dict[str, Any]):
         reference = schema["paths"][path]["post"]["responses"]["400"]["$ref"].rpartition("/")[2]
         answer = schema["components"]["responses"][reference]["content"]["application/json"]["schema"]
         assert answer == {"$ref": f"#/components/schemas/{kind}"}
+
+
+def limits(node: Any) -> Iterator[Any]:
+    """Every limit of an integer, wherever it stands."""
+    if isinstance(node, list):
+        for item in node:
+            yield from limits(item)
+    if isinstance(node, dict):
+        for value in node.values():
+            yield from limits(value)
+        if node.get("type") == "integer":
+            names = "minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"
+            yield from (node[name] for name in names if name in node)
+
+
+def test_the_limits_of_integers_are_integers_to_the_last_digit(schema: dict[str, Any]):
+    assert {type(limit) for limit in limits(schema)} == {int}
+    seeds = [
+        schema["components"]["schemas"][name]["properties"]["seed"]["anyOf"][0]
+        for name in ("ChatCompletionRequest", "TrainingConfig")
+    ]
+    assert (seeds[0]["minimum"], seeds[0]["maximum"]) == (-(2**63), 2**63 - 1)
+    assert seeds[1]["exclusiveMaximum"] == 2**63
 
 
 def test_a_key_is_said_to_be_sent_as_bearer_and_needed_only_where_there_is_one(schema: dict[str, Any]):

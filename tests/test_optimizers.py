@@ -179,7 +179,7 @@ def test_the_room_for_momentum_is_counted(tmp_path: Path, chat_base: Path) -> No
     trainer = Trainer(model, OptimSettings(2, "sgd", momentum=0.9))
     trainer.train_step([flatten(make_rows(2))])
     spec = Bench(tmp_path, chat_base).submit("sized", rows(2))
-    directory = write_checkpoint(spec, tmp_path, Snapshot(trainer, 0, Cursor(), JobProgress(), rng_tensors()), False)
+    directory = write_checkpoint(spec, tmp_path, Snapshot.of_job(trainer, 0, Cursor(), JobProgress(), rng_tensors()), False)
     taken = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     tensors = trainer.masters.tensors.values()
     numbers = sum(t.numel() for t in tensors), len(tensors)
@@ -283,7 +283,7 @@ def test_nothing_that_is_not_finite_is_saved(tmp_path: Path, chat_base: Path) ->
     with torch.no_grad():
         trainer.masters.tensors["layers.1.mlp.w2.lora_b.weight"][3, 1] = math.nan
     spec = Bench(tmp_path, chat_base).submit("poisoned", rows(2))
-    snapshot = Snapshot(trainer, 0, Cursor(), JobProgress(), rng_tensors())
+    snapshot = Snapshot.of_job(trainer, 0, Cursor(), JobProgress(), rng_tensors())
     with pytest.raises(ModelInvalid, match=r"layers\.1\.mlp\.down_proj\.lora_B\.weight holds NaN or infinite"):
         write_checkpoint(spec, tmp_path, snapshot, False)
     assert not list(tmp_path.rglob("*.safetensors"))

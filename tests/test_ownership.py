@@ -25,6 +25,7 @@ from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.keys import ApiKeys
 from post_training.catalog.models import ModelCatalog
 from post_training.jobs.database import Database
+from post_training.jobs.spec import SessionSettings
 from post_training.jobs.store import JobStore
 from post_training.owners import ADMINISTRATOR, STACK, Caller, acting_as, key_holder
 from providers.localfs.config import LocalFSConfig
@@ -34,6 +35,7 @@ from tests.test_job_store import make_spec
 from tests.test_keys import ADMINISTRATOR as ADMINISTRATORS_KEY
 from tests.test_keys import HEALTH, asked_stack, bearer
 
+SESSION = "alices-session"
 JOB, DATA, MODEL, ALIAS = "alices-job", "alices-data", "base-sft-alices-job-1", "alices-best"
 # Nobody asks for these words, so an answer that holds one tells what it should not.
 SECRETS = ("row-of-alice", "log-of-alice", "0.4242")
@@ -97,6 +99,10 @@ async def make_alices_things(stack: Shared, alice: Caller) -> None:
     stack.jobs.finish(JOB, owner)
     with acting_as(STACK), stack.jobs.database.session() as session:
         stack.jobs.models.mark_job_completed(session, JOB)
+    settings = SessionSettings(token_sha256="0" * 64, lease_seconds=300, window=4)
+    session_spec = make_spec(SESSION, "provider", "base").model_copy(update={"dataset": None, "session": settings})
+    with acting_as(alice):
+        stack.jobs.store.submit(session_spec, "body", max_queued=10)
     named = {"model_id": ALIAS, "provider_model_id": MODEL}
     assert (await stack.ask("alice", "POST", "/v1/models", json=named)).status_code == 200
 
@@ -105,6 +111,7 @@ async def make_alices_things(stack: Shared, alice: Caller) -> None:
 
 PARAMETERS = {
     "job_uuid": JOB,
+    "job_id": SESSION,
     "dataset_id": DATA,
     "model_id": MODEL,
     "step": "1",
@@ -120,6 +127,7 @@ TRAINING = {
 FIELDS: dict[str, Any] = {
     "job_uuid": "bobs-job",
     "uuid": JOB,
+    "job_id": SESSION,
     "dataset_id": DATA,
     "model_id": MODEL,
     "model": MODEL,
@@ -147,7 +155,7 @@ class Operation:
     @property
     def names_alices(self) -> bool:
         said = f"{self.path} {json.dumps(self.query)} {json.dumps(self.body)}"
-        return any(name in said for name in (JOB, DATA, MODEL))
+        return any(name in said for name in (JOB, SESSION, DATA, MODEL))
 
 
 def operations(app: Any) -> Iterator[Operation]:
@@ -214,7 +222,7 @@ async def test_the_owner_gets_all_of_it_on_the_same_routes(shared: Shared):
 
 async def test_lists_show_what_is_ones_own_and_what_is_everybodys(shared: Shared):
     lists = {
-        "/v1alpha/post-training/jobs": ("job_uuid", {"alice": {JOB}, "bob": set()}),
+        "/v1alpha/post-training/jobs": ("job_uuid", {"alice": {JOB, SESSION}, "bob": set()}),
         "/v1/datasets": ("identifier", {"alice": {DATA, "everybodys-data"}, "bob": {"everybodys-data"}}),
         "/v1/models": ("identifier", {"alice": {"base", MODEL, ALIAS}, "bob": {"base"}}),
     }
@@ -223,6 +231,8 @@ async def test_lists_show_what_is_ones_own_and_what_is_everybodys(shared: Shared
             found = {item[name] for item in (await shared.json(who, path))["data"]}
             assert found == expected.get(who, expected["alice"]), (path, who)
     assert (await shared.json("bob", "/v1alpha/post-training/jobs?limit=5"))["data"] == []
+    sessions = [(await shared.json(who, "/list_jobs"))["jobs"] for who in ("alice", "bob", "administrator")]
+    assert [len(listed) for listed in sessions] == [1, 0, 1]
     behind = await shared.ask("bob", "GET", f"/v1alpha/post-training/jobs?limit=5&after={JOB}")
     assert (behind.status_code, behind.json()["error"]["param"]) == (400, "after")
 
@@ -263,7 +273,8 @@ async def test_the_administrator_sees_and_changes_what_keys_own(shared: Shared):
     assert (await shared.json("administrator", f"/v1/datasetio/iterrows/{DATA}"))["data"] == ROWS
     assert (await shared.json("administrator", f"/v1alpha/post-training/jobs/{JOB}/status"))["status"] == "completed"
     assert (await shared.ask("administrator", "DELETE", f"/v1alpha/post-training/jobs/{JOB}")).status_code == 204
-    assert (await shared.json("alice", "/v1alpha/post-training/jobs"))["data"] == []
+    left = (await shared.json("alice", "/v1alpha/post-training/jobs"))["data"]
+    assert [job["job_uuid"] for job in left] == [SESSION]
     # And what it makes is its own.
     body = {"dataset_id": "admins", "purpose": "post-training/messages", "source": {"rows": [{"a": 1}]}}
     assert (await shared.ask("administrator", "POST", "/v1/datasets", json=body)).status_code == 200
@@ -275,7 +286,7 @@ async def test_requests_at_the_same_time_are_not_taken_for_each_other(shared: Sh
         return who, len((await shared.json(who, "/v1/post-training/jobs"))["data"])
 
     who = list(itertools.islice(itertools.cycle(["alice", "bob", "administrator"]), 150))
-    expected = {"alice": 1, "bob": 0, "administrator": 1}
+    expected = {"alice": 2, "bob": 0, "administrator": 2}
     assert all(count == expected[name] for name, count in await asyncio.gather(*map(jobs_of, who)))
 
 

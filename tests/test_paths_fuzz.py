@@ -97,6 +97,7 @@ BODIES: dict[str, dict[str, Any]] = {
         "training_config": JOB["training_config"],
     },
     "/job/cancel": {"job_uuid": ENDED},
+    "/submit_job": {"job_id": "s", "config": {"model": MODEL, "lora": {"lora_rank": 4}}},
     "/datasets": {"dataset_id": "d", "source": SOURCE},
     "/datasets/register": {"dataset_id": "d", "url": "rows.jsonl", "dataset_schema": {}},
     "/datasets/unregister": {"dataset_id": "nobody"},
@@ -112,7 +113,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/inference/completion": {"model_id": MODEL, "content": "hi"},
 }
 NAMES = {
-    "job_uuid", "model", "checkpoint_dir", "dataset_id", "validation_dataset_id", "uri", "url", "model_id",
+    "job_uuid", "job_id", "lora_adapter_path", "model", "checkpoint_dir", "dataset_id", "validation_dataset_id", "uri", "url", "model_id",
     "provider_model_id", "provider_id", "finetuned_model",
 }  # fmt: skip
 PATHS = {"uri", "url", "checkpoint_dir"}
@@ -180,6 +181,7 @@ def requests_of(label: str, stack: FuzzedStack) -> Iterator[tuple[str, bytes]]:
     body = BODIES[max(tails, key=len)] if tails else {}
     known = {
         "job_uuid": ENDED,
+        "job_id": "nobody",
         "step": STEP,
         "name": FILE,
         "dataset_id": "nobody",

@@ -62,7 +62,7 @@ def test_the_estimate_is_what_a_checkpoint_takes_and_a_little_more(
     spec = bench.submit("sized", rows(2), optimizer_config={"optimizer_type": optimizer})
     spec.algorithm_config = LoraFinetuningConfig(rank=rank, alpha=8)
     spec.worker.merged_dtype = merged or "fp32"
-    snapshot = Snapshot(trainer, 0, Cursor(), JobProgress(), rng_tensors())
+    snapshot = Snapshot.of_job(trainer, 0, Cursor(), JobProgress(), rng_tensors())
     directory = write_checkpoint(spec, tmp_path, snapshot, merged is not None)
 
     tensors = trainer.masters.tensors.values()

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import openpyxl
+import openpyxl.chart
 import pytest
 
 from apis.datasets.models import URIDataSource
@@ -54,6 +55,15 @@ def with_part(name: str, text: str | bytes, content: bytes | None = None) -> byt
     ):
         for part in before.namelist():
             after.writestr(part, text if part == name else before.read(part))
+    return made.getvalue()
+
+
+def without_part(name: str, content: bytes) -> bytes:
+    made = io.BytesIO()
+    with zipfile.ZipFile(io.BytesIO(content)) as before, zipfile.ZipFile(made, "w") as after:
+        for part in before.namelist():
+            if part != name:
+                after.writestr(part, before.read(part))
     return made.getvalue()
 
 
@@ -119,6 +129,32 @@ def test_only_the_first_sheet_is_read_and_blank_lines_are_left_out():
             first.cell(line, column, value)
     first.cell(12, 1).number_format = "0.00"  # a format alone makes no row
     assert read(_bytes(book)) == [{"a": 1, "b": None}, {"a": None, "b": 2}]
+
+
+def with_chart_first(*, rows: bool) -> bytes:
+    """A workbook whose first sheet is a chart, and whose names belong to sheets by their number."""
+    book = openpyxl.Workbook()
+    sheet: Any = book.active
+    for line in (["a", "b"], [1, 2]):
+        sheet.append(line)
+    sheet.print_title_rows = "1:1"
+    chart = openpyxl.chart.BarChart()
+    chart.add_data(openpyxl.chart.Reference(sheet, min_col=1, min_row=1, max_row=2), titles_from_data=True)
+    book.create_chartsheet("chart", 0).add_chart(chart)
+    if not rows:
+        book.remove(sheet)
+    return _bytes(book)
+
+
+def test_sheets_that_are_charts_are_passed_over():
+    assert read(with_chart_first(rows=True)) == [{"a": 1, "b": 2}]
+    drawn = "xl/chartsheets/_rels/sheet1.xml.rels"
+    assert read(with_part(drawn, "<a/>", with_chart_first(rows=True))) == [{"a": 1, "b": 2}]
+    assert read(without_part(drawn, with_chart_first(rows=True))) == [{"a": 1, "b": 2}]
+
+
+def test_a_workbook_of_charts_alone_is_said_to_be_one():
+    assert "no sheet with cells, only charts: put the rows in a sheet" in refusal(with_chart_first(rows=False))
 
 
 def test_a_formula_is_the_value_that_the_file_holds_for_it():

@@ -110,11 +110,19 @@ class DataConfig(RequestModel):
     @field_validator("columns")
     @classmethod
     def _of_one_format(cls, value: dict[str, str] | None, info: ValidationInfo) -> dict[str, str] | None:
-        data_format = info.data.get("data_format")
-        formats = [data_format] if data_format else list(DatasetFormat)
-        if value and not any(set(value) <= set(each.columns) for each in formats):
-            raise ValueError(_unknown_columns(set(value), formats))
+        check_columns(value, info.data.get("data_format"))
         return value
+
+
+def check_columns(columns: dict[str, str] | None, data_format: DatasetFormat | None) -> None:
+    """Raises ValueError where no format, or not the given one, reads all of these columns, or a name is no text."""
+    try:
+        "".join((columns or {}).values()).encode()
+    except UnicodeEncodeError:
+        raise ValueError("a name holds an unpaired surrogate (\\ud800 to \\udfff), which is not text") from None
+    formats = [data_format] if data_format else list(DatasetFormat)
+    if columns and not any(set(columns) <= set(each.columns) for each in formats):
+        raise ValueError(_unknown_columns(set(columns), formats))
 
 
 def _unknown_columns(names: set[str], formats: list[DatasetFormat]) -> str:

@@ -90,8 +90,14 @@ def _iso(at: datetime | None) -> str | None:
 
 @contextmanager
 def _keys(stack: str | None, *, make: bool = False) -> Iterator[ApiKeys]:
+    from sqlalchemy.exc import SQLAlchemyError
+
     from distributions.home import state_home
     from post_training.catalog.keys import ApiKeys
+    from post_training.jobs.store_faults import opening_error
 
     with local_store(state_home(), stack, make=make) as database:
-        yield ApiKeys(database)
+        try:
+            yield ApiKeys(database)
+        except SQLAlchemyError as error:
+            raise opening_error(error, database.engine.url) from error

@@ -24,7 +24,8 @@ def local_store(home: Path, stack: str | None, *, make: bool = False) -> Iterato
         make: make the state folder and the store where there are none.
 
     Raises:
-        StackError: there is no store, or it cannot be opened.
+        StackError: there is no store, it cannot be opened, a newer Postgrad wrote it, or a server of an older one works
+            on it.
     """
     from distributions.home import ensure_home
     from distributions.run_config import StoreConfig, load_run_config
@@ -44,7 +45,40 @@ def local_store(home: Path, stack: str | None, *, make: bool = False) -> Iterato
         )
     database = Database(url)
     try:
-        database.migrate()
+        with _kept_from_servers(home, database):
+            database.migrate()
         yield database
     finally:
         database.close()
+
+
+@contextmanager
+def _kept_from_servers(home: Path, database: Database) -> Iterator[None]:
+    """Keep servers off the state folder where the store has an older layout: one that runs would lose it."""
+    from distributions.home import lock_home
+
+    if not _is_older(database):
+        yield
+        return
+    try:
+        lock = lock_home(home)
+    except StackError as error:
+        raise StackError(
+            f"the store has the layout of an older Postgrad, and a server works on it ({error.message}): stop the "
+            "server, and start it with this Postgrad, which brings the store to its own layout"
+        ) from None
+    with lock:
+        yield
+
+
+def _is_older(database: Database) -> bool:
+    from sqlalchemy.exc import SQLAlchemyError
+
+    from post_training.jobs.database import SCHEMA_VERSION, read_layout
+
+    try:
+        with database.reading() as session:
+            version = read_layout(session.connection()).version
+    except SQLAlchemyError:
+        return False  # `migrate` says what is wrong with it
+    return version is not None and version < SCHEMA_VERSION

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from typing import Any, Literal
 
@@ -15,6 +16,8 @@ from apis.inspect.protocol import Inspect
 from apis.models.models import Model, RegisterModelRequest
 from apis.models.protocol import Models
 from distributions.dialects.llama_stack_datasets import AppendRowsFlatRequest, RowsPage, rows_page
+
+_VERSION = re.compile("alpha|v[0-9]+[a-z]*")
 
 
 class AlphaDatasetRequest(RequestModel):
@@ -127,7 +130,8 @@ def create_alpha_inspect_router(impl: Inspect) -> APIRouter:
         """By the first word behind the version, such as `post-training`."""
         by_name: dict[str, list[RouteInfo]] = defaultdict(list)
         for route in (await impl.list_routes()).data:
-            by_name[route.route.split("/")[2]].append(route)
+            first, *rest = route.route.strip("/").split("/")
+            by_name[rest[0] if rest and _VERSION.fullmatch(first) else first].append(route)
         return by_name
 
     return router

@@ -10,7 +10,9 @@ from __future__ import annotations
 import hashlib
 import itertools
 import json
+import logging
 import os
+import shutil
 import sys
 import threading
 import uuid
@@ -19,7 +21,7 @@ from contextlib import contextmanager, suppress
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import anyio
 import anyio.to_thread
@@ -40,7 +42,7 @@ from apis.datasets.models import (
     RowsDataSource,
 )
 from apis.datasets.protocol import DatasetIO
-from apis.errors import Conflict, DatasetNotFound, InvalidField, TooLarge
+from apis.errors import Conflict, DatasetNotFound, InvalidField, TooLarge, Unavailable
 from post_training.catalog.naming import folder_name
 from post_training.checkpoints.layout import disk_full, fsync
 from post_training.data.records import encode_row, encode_rows
@@ -57,10 +59,14 @@ from post_training.owners import (
     visible,
 )
 
+log = logging.getLogger(__name__)
+
 EMBEDDED_BYTES = 2**20
 PAGE_BYTES = 64 * 2**20
 FETCHES_AT_ONCE = 4
 _SMALL_BYTES = 2**20
+# Under the folder of data sets, among which none has this name: see `folder_name`.
+_UNFINISHED = Path("datasets", "+unfinished")
 
 
 class DatasetRow(Base):
@@ -89,12 +95,18 @@ class DatasetCatalog:
         self._database = database
         self._home = home
         self._appending = threading.Lock()
+        self._folders = threading.Lock()
         self._sources: dict[str, DatasetIO] = {}
         self._fetches = anyio.CapacityLimiter(FETCHES_AT_ONCE)
 
     def attach_sources(self, sources: Sequence[DatasetIO]) -> None:
         """Set the providers of `datasetio`; for each data set the first that accepts its source is asked."""
         self._sources = {source.provider_id: source for source in sources}
+
+    def discard_unfinished(self) -> None:
+        """Remove the files that a process which broke off had begun. Call it before requests, when no other has the
+        home folder."""
+        shutil.rmtree(self._home / _UNFINISHED, ignore_errors=True)
 
     async def register_dataset(self, request: RegisterDatasetRequest, provider_id: str | None = None) -> Dataset:
         """See `apis.datasets.Datasets`. A small source is read whole, of a large one the first row.
@@ -164,14 +176,20 @@ class DatasetCatalog:
             _probe(open_rows(request.source, policy))
         return self._insert(row)
 
-    def _insert(self, row: DatasetRow) -> Dataset:
+    def _insert(self, row: DatasetRow, again: bool = True) -> Dataset:
         try:
             with self._database.session() as session:
                 session.add(row)
         except IntegrityError:
             # Another request was first; what this one wrote belongs to nobody.
+            with self._database.reading() as session:
+                first = session.get(DatasetRow, row.identifier)
+            if first is None and again:  # and it is unregistered already
+                return self._insert(row, again=False)
             self._delete_rows(row.rows_file)
-            return self._same_or_conflict(self._find(row.identifier, of_anybody=True), row.fingerprint)
+            if first is None:
+                raise
+            return self._same_or_conflict(first, row.fingerprint)
         except BaseException:
             self._delete_rows(row.rows_file)
             raise
@@ -238,9 +256,9 @@ class DatasetCatalog:
             source = RowsDataSource(rows=rows)
         return _dataset(row, source, truncated)
 
-    def _find(self, dataset_id: str, *, of_anybody: bool = False) -> DatasetRow:
+    def _find(self, dataset_id: str) -> DatasetRow:
         with self._database.reading() as session:
-            return _load(session, dataset_id, of_anybody=of_anybody)
+            return _load(session, dataset_id)
 
     def _unregister(self, dataset_id: str) -> None:
         with self._database.session() as session:
@@ -272,58 +290,74 @@ class DatasetCatalog:
                     param="dataset_id",
                 )
             _check_size(len(content), self._policy(row))
-            with _full_disk_named(dataset_id):
+            with _write_faults_named(dataset_id):
                 _append_durably(self._home / row.rows_file, row.rows_bytes, content)
             row.rows_bytes += len(content)
 
     def _store_rows(self, identifier: str, rows: Iterable[Row]) -> tuple[str, int]:
         content = encode_rows(rows)
-        # A new name each time, so that a job of an earlier data set with this id never reads this one's rows.
-        relative = Path("datasets", folder_name(identifier), f"{uuid.uuid4().hex}.jsonl")
-        try:
-            with _full_disk_named(identifier):
-                _write_durably(self._home / relative, content)
-        except BaseException:
-            self._delete_rows(str(relative))
-            raise
-        return str(relative), len(content)
+        with self._new_file(identifier) as file:
+            _write_through(file.fileno(), content)
+            return self._place(file, identifier, "jsonl"), len(content)
 
     def _fetch(self, row: DatasetRow, url: str, policy: SourcePolicy) -> None:
         """Keep a copy of what a URL gives now: jobs read the same rows whenever they run, and open no connection."""
         # Imported here: it takes a tenth of a second, and most stacks fetch nothing.
         from post_training.catalog.fetching import fetch
 
-        relative = Path("datasets", folder_name(row.identifier), f"{uuid.uuid4().hex}.partial")
-        partial = self._home / relative
-        partial.parent.mkdir(parents=True, exist_ok=True)
+        with self._new_file(row.identifier) as file:
+            kind = fetch(url, policy, file)
+            row.rows_bytes = file.tell()
+            row.rows_file = self._place(file, row.identifier, kind)
         try:
-            with _full_disk_named(row.identifier):
-                with partial.open("wb") as file:
-                    kind = fetch(url, policy, file)
-                    file.flush()
-                    os.fsync(file.fileno())
-                    row.rows_bytes = file.tell()
-                relative = relative.with_suffix(f".{kind}")
-                _place(partial, self._home / relative)
-            row.rows_file = str(relative)
             _probe(self._reader(row))
+        except BaseException:
+            self._delete_rows(row.rows_file)
+            raise
+
+    @contextmanager
+    def _new_file(self, identifier: str) -> Iterator[BinaryIO]:
+        """An open file among the unfinished, of which nothing stays there."""
+        path = self._home / _UNFINISHED / uuid.uuid4().hex
+        with _write_faults_named(identifier):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            try:
+                with path.open("xb") as file:
+                    yield file
+            finally:
+                path.unlink(missing_ok=True)
+
+    def _place(self, file: BinaryIO, identifier: str, kind: str) -> str:
+        """Put a written file where the data set's rows belong, durably; gives its name relative to the home folder."""
+        file.flush()
+        os.fsync(file.fileno())
+        # A new name each time, so that a job of an earlier data set with this id never reads this one's rows.
+        relative = Path("datasets", folder_name(identifier), f"{uuid.uuid4().hex}.{kind}")
+        path = self._home / relative
+        try:
+            with self._folders:  # else another request may remove the folder while it is still empty
+                path.parent.mkdir(parents=True, exist_ok=True)
+                os.rename(file.name, path)
+            for folder in (path.parent, path.parent.parent):
+                fsync(folder)
         except BaseException:
             self._delete_rows(str(relative))
             raise
+        return str(relative)
 
     def _delete_rows(self, rows_file: str | None) -> None:
         if rows_file is None:
             return
         path = self._home / rows_file
-        path.unlink(missing_ok=True)
-        _partial(path).unlink(missing_ok=True)
-        with suppress(OSError):  # other rows are in it
-            path.parent.rmdir()
+        with self._folders:
+            path.unlink(missing_ok=True)
+            with suppress(OSError):  # other rows are in it
+                path.parent.rmdir()
 
 
-def _load(session: Session, dataset_id: str, *, lock: bool = False, of_anybody: bool = False) -> DatasetRow:
+def _load(session: Session, dataset_id: str, *, lock: bool = False) -> DatasetRow:
     row = session.get(DatasetRow, dataset_id, with_for_update=lock)
-    if row is None or not (of_anybody or is_visible(row.owned_by)):
+    if row is None or not is_visible(row.owned_by):
         raise DatasetNotFound(f"there is no data set {dataset_id!r}; register it first", param="dataset_id")
     return row
 
@@ -383,30 +417,18 @@ def _check_size(size: int, policy: SourcePolicy) -> None:
 
 
 @contextmanager
-def _full_disk_named(dataset_id: str) -> Iterator[None]:
+def _write_faults_named(dataset_id: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if full := disk_full(error, f"the rows of data set {dataset_id!r}"):
+        what = f"the rows of data set {dataset_id!r}"
+        log.error("%s could not be written: %s", what, error)
+        if full := disk_full(error, what):
             raise full from error
-        raise
-
-
-def _partial(path: Path) -> Path:
-    return path.with_suffix(".partial")
-
-
-def _write_durably(path: Path, content: bytes) -> None:
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _partial(path).open("wb") as file:
-        _write_through(file.fileno(), content)
-    _place(_partial(path), path)
-
-
-def _place(partial: Path, path: Path) -> None:
-    partial.rename(path)
-    for folder in (path.parent, path.parent.parent):
-        fsync(folder)
+        raise Unavailable(
+            f"{what} could not be written ({error.strerror or type(error).__name__}): whoever runs this server must "
+            "see that its state folder can be written to",
+        ) from error
 
 
 def _append_durably(path: Path, size: int, content: bytes) -> None:

@@ -8,11 +8,15 @@ through the same checks. No proxy is used, whatever the environment says, since 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import socket
+import ssl
+import threading
 from collections.abc import Iterable
-from typing import Any, BinaryIO, cast
+from typing import Any, BinaryIO, TypeAlias, cast
 from urllib.parse import urljoin
 
+import anyio
 import httpcore
 
 from apis.errors import DataInvalid, InvalidField, PostgradError, TooLarge, Unavailable
@@ -23,6 +27,26 @@ MAX_REDIRECTS = 5
 CONNECT_SECONDS = 10.0
 _REDIRECTS = (301, 302, 303, 307, 308)
 _PARAM = "source.uri"
+# What comes of a connection that fails: httpcore's own, and what it lets through of TLS and of anyio while it reads.
+_FAULTS = (
+    httpcore.NetworkError,
+    httpcore.TimeoutException,
+    httpcore.ProtocolError,
+    httpcore.UnsupportedProtocol,
+    anyio.BrokenResourceError,
+    anyio.ClosedResourceError,
+    anyio.EndOfStream,
+    OSError,
+)
+_Found: TypeAlias = list[tuple[Any, ...]]
+
+
+class _NotWritten(Exception):
+    """The file could not be written: apart from what the network does, which raises the same kinds of errors."""
+
+    def __init__(self, error: OSError) -> None:
+        super().__init__(str(error))
+        self.error = error
 
 
 def fetch(url: str, policy: SourcePolicy, to: BinaryIO) -> str:
@@ -33,34 +57,58 @@ def fetch(url: str, policy: SourcePolicy, to: BinaryIO) -> str:
 
     Raises:
         InvalidField: the URL, a redirect or an address is not allowed, or it is no file of rows.
-        DataInvalid: the server does not give it.
+        DataInvalid: the server does not give it, or is not the one that it says it is.
         TooLarge: over `max_fetch_bytes`.
         Unavailable: the server cannot be reached, or takes longer than `fetch_seconds`.
         OSError: the file cannot be written.
     """
-    return asyncio.run(_fetch_in_time(url, policy, to))
+    try:
+        return asyncio.run(_fetch_in_time(url, policy, to))
+    except _NotWritten as fault:
+        raise fault.error from None
 
 
 async def _fetch_in_time(url: str, policy: SourcePolicy, to: BinaryIO) -> str:
+    network = _CheckedAddresses(policy)
+    limit = asyncio.timeout(policy.fetch_seconds)
     try:
-        async with asyncio.timeout(policy.fetch_seconds):
-            return await _fetch(url, policy, to)
-    except TimeoutError:
-        raise Unavailable(
-            f"fetching the data set took longer than {policy.fetch_seconds:g} s (`fetch_seconds` of the datasetio "
-            "provider): send a smaller file, or try again later",
-            param=_PARAM,
-        ) from None
-    except (httpcore.NetworkError, httpcore.TimeoutException, httpcore.ProtocolError) as error:
-        raise Unavailable(
-            f"the data set's server cannot be reached, or broke off ({type(error).__name__}): try again later",
-            param=_PARAM,
-        ) from None
+        async with limit:
+            return await _fetch(url, policy, to, network)
+    except _FAULTS as error:  # TimeoutError is an OSError
+        raise (_too_slow(policy, network.resolving) if limit.expired() else _broken_off(error)) from None
 
 
-async def _fetch(url: str, policy: SourcePolicy, to: BinaryIO) -> str:
+def _too_slow(policy: SourcePolicy, resolving: str | None) -> Unavailable:
+    seconds = f"{policy.fetch_seconds:g} s (`fetch_seconds` of the datasetio provider)"
+    if resolving is not None:
+        return Unavailable(
+            f"the address of {resolving} could not be found out within {seconds}: check the URL's host, or try again "
+            "later",
+            param=_PARAM,
+        )
+    return Unavailable(
+        f"fetching the data set took longer than {seconds}: send a smaller file, or try again later", param=_PARAM
+    )
+
+
+def _broken_off(error: Exception) -> PostgradError:
+    # httpcore drops the cause of its errors, and keeps it as their argument.
+    cause = next((part for part in (error, *error.args) if isinstance(part, ssl.SSLError)), error)
+    if isinstance(cause, ssl.SSLCertVerificationError):
+        return DataInvalid(
+            f"the certificate of the data set's server is not trusted here ({cause.verify_message}): give a URL whose "
+            "host shows one that is",
+            param=_PARAM,
+        )
+    return Unavailable(
+        f"the data set's server cannot be reached, or broke off ({type(cause).__name__}): try again later",
+        param=_PARAM,
+    )
+
+
+async def _fetch(url: str, policy: SourcePolicy, to: BinaryIO, network: _CheckedAddresses) -> str:
     first = address = check_url(url, policy.allowed_hosts)
-    async with httpcore.AsyncConnectionPool(network_backend=_CheckedAddresses(policy)) as pool:
+    async with httpcore.AsyncConnectionPool(network_backend=network) as pool:
         for _ in range(MAX_REDIRECTS + 1):
             async with pool.stream("GET", _url(address), headers=_headers(address)) as response:
                 if response.status not in _REDIRECTS:
@@ -93,8 +141,15 @@ async def _take(
     async for chunk in response.aiter_stream():
         taken += len(chunk)
         _check_size(taken, policy)
-        to.write(chunk)  # here, where it holds up nobody: this loop has nothing else to do
+        _write(chunk, to)  # here, where it holds up nobody: this loop has nothing else to do
     return kind
+
+
+def _write(chunk: bytes, to: BinaryIO) -> None:
+    try:
+        to.write(chunk)
+    except OSError as error:
+        raise _NotWritten(error) from error
 
 
 def _check_status(status: int) -> None:
@@ -134,16 +189,23 @@ def _header(response: httpcore.Response, name: bytes) -> str:
 
 
 class _CheckedAddresses(httpcore.AsyncNetworkBackend):
-    """Connects to addresses that were checked, and to nothing else."""
+    """Connects to addresses that were checked, and to nothing else.
+
+    Attributes:
+        resolving: the name whose addresses are asked for just now.
+    """
 
     def __init__(self, policy: SourcePolicy) -> None:
+        self.resolving: str | None = None
         self._policy = policy
         self._backend = cast(httpcore.AsyncNetworkBackend, httpcore.AnyIOBackend())
 
     async def connect_tcp(
         self, host: str, port: int, timeout: float | None = None, *args: Any, **options: Any
     ) -> httpcore.AsyncNetworkStream:
+        self.resolving = host
         addresses = await _resolve(host, port)
+        self.resolving = None
         for address in addresses:
             check_address(address, self._policy.allow_private_addresses)
         fault: Exception = httpcore.ConnectError()
@@ -156,9 +218,24 @@ class _CheckedAddresses(httpcore.AsyncNetworkBackend):
 
 
 async def _resolve(host: str, port: int) -> list[str]:
-    """The addresses of a host, each once. Raises Unavailable where it has none."""
-    try:
-        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
-    except (OSError, UnicodeError):
-        raise Unavailable("the URL's host has no address: check its name, or try again later", param=_PARAM) from None
+    """The addresses of a host, each once. Raises Unavailable where it has none.
+
+    A resolver can't be interrupted, so a thread of its own asks it, which nobody waits for: not this loop's end, as for
+    the threads of its executor, and not the server's.
+    """
+    loop = asyncio.get_running_loop()
+    answer: asyncio.Future[_Found | Exception] = loop.create_future()
+
+    def ask() -> None:
+        try:
+            found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
+        except (OSError, UnicodeError) as error:
+            found = error
+        with contextlib.suppress(RuntimeError):  # the loop is closed: the answer came too late
+            loop.call_soon_threadsafe(lambda: answer.done() or answer.set_result(found))
+
+    threading.Thread(target=ask, name="resolver", daemon=True).start()
+    found = await answer
+    if isinstance(found, Exception):
+        raise Unavailable("the URL's host has no address: check its name, or try again later", param=_PARAM)
     return list(dict.fromkeys(str(address[0]) for *_, address in found))

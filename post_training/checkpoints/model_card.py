@@ -126,7 +126,8 @@ def _run_facts(run: Run) -> Iterator[tuple[str, Any]]:
     yield "base model", spec.model.base_identifier
     if spec.model.identifier != spec.model.base_identifier:
         yield "trained on from", spec.model.identifier
-    yield "epochs", f"{run.epoch + 1} of {spec.n_epochs}"
+    if spec.session is None:
+        yield "epochs", f"{run.epoch + 1} of {spec.n_epochs}"
     yield "optimizer steps", run.step
     for name, value in run.metrics.items():
         if name != "epoch" and value is not None:
@@ -134,6 +135,9 @@ def _run_facts(run: Run) -> Iterator[tuple[str, Any]]:
 
 
 def _data_facts(run: Run) -> Iterator[tuple[str, Any]]:
+    if run.spec.dataset is None:
+        yield "data", "rows that a client sent, step by step"
+        return
     yield "data set", run.spec.dataset.dataset_id
     yield from _counts(run.report.get("dataset"), "")
     if run.spec.validation is not None:

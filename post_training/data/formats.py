@@ -71,6 +71,9 @@ def to_example(row: Row, index: int, data_format: DatasetFormat, columns: Mappin
     A `developer` message becomes a `system` one, content given as text parts becomes one string, and tool arguments
     given as a JSON string become an object: the shapes that chat templates read.
 
+    A `dialog` may stand as `messages`, which is what Llama Stack's clients document for it: a row with that column and
+    without `dialog` is read as one of the format `messages`.
+
     Args:
         columns: a format's columns to the data set's own names.
 
@@ -78,6 +81,8 @@ def to_example(row: Row, index: int, data_format: DatasetFormat, columns: Mappin
         DataInvalid: with row, JSON pointer (in the data set's own names), reason and remedy.
     """
     fields = Fields(row, index, columns or _NO_COLUMNS)
+    if data_format is DatasetFormat.dialog and _stands_as_messages(fields):
+        data_format = DatasetFormat.messages
     # A name that the request gives is meant: an optional column under it must be there, too.
     for column in (*data_format.required_columns, *fields.names):
         if fields.name(column) not in row:
@@ -85,8 +90,13 @@ def to_example(row: Row, index: int, data_format: DatasetFormat, columns: Mappin
                 f"the column {fields.name(column)!r}"
                 + (f", given for {column!r}" if column in fields.names else "")
                 + f" of data_format {data_format.value!r} is missing; the columns are {seen(row)}. "
-                "Rename one, map it with `columns`, or give another data_format",
+                + ("A dialog is read from 'messages' as well. " if data_format is DatasetFormat.dialog else "")
+                + "Rename one, map it with `columns`, or give another data_format",
                 row=index,
                 pointer=fields.pointer(column),
             )
     return _READERS[data_format](fields)
+
+
+def _stands_as_messages(fields: Fields) -> bool:
+    return not fields.names and "dialog" not in fields.row and "messages" in fields.row

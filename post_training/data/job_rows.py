@@ -54,6 +54,7 @@ def read_job_rows(spec: JobSpec, home: Path, earlier: Mapping[str, Any] | None =
         Unavailable: a source could not be read in time.
     """
     cache = TokenCache.under(home)
+    assert spec.dataset is not None  # a session's rows come from its client
     training, digest = _read(spec, spec.dataset, "dataset_id", cache)
     report = {"dataset": digest}
     validation = None

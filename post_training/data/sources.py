@@ -12,7 +12,7 @@ import stat
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias, TypeGuard, cast
-from urllib.parse import parse_qsl, unquote, unquote_to_bytes, urlsplit
+from urllib.parse import SplitResult, parse_qsl, unquote, unquote_to_bytes, urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
@@ -248,8 +248,15 @@ def _decode_payload(payload: str, is_base64: bool) -> bytes:
         raise InvalidField(f"the data: URI is not valid base64: {error}", param=_PARAM) from None
 
 
+def _split(uri: str) -> SplitResult:
+    try:
+        return urlsplit(uri)
+    except ValueError as error:  # such as a bracket that opens an address and is not closed
+        raise InvalidField(f"{uri[:100]!r} is not a URI: {error}", param=_PARAM) from None
+
+
 def _file_uri_path(uri: str) -> str:
-    parts = urlsplit(uri)
+    parts = _split(uri)
     if parts.netloc not in ("", "localhost"):
         raise InvalidField(f"a file:// URI names no host, this one names {parts.netloc!r}: use file:///…", param=_PARAM)
     return unquote(parts.path)
@@ -353,7 +360,7 @@ def _hub(uri: str, policy: SourcePolicy) -> RowReader:
             param=_PARAM,
         )
     # A branch or a tag may move; a commit's files never change.
-    fixed = _COMMIT.fullmatch(dict(parse_qsl(urlsplit(uri).query)).get("revision", "")) is not None
+    fixed = _COMMIT.fullmatch(dict(parse_qsl(_split(uri).query)).get("revision", "")) is not None
     return RowReader(lambda: _hub_rows(uri), digest=(lambda: _sha256("hub", [uri.encode()])) if fixed else None)
 
 

@@ -34,7 +34,7 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-SCHEMA_VERSION = 4
+SCHEMA_VERSION = 5
 # Another process may be migrating a large store; nobody else holds the lock for long.
 MIGRATION_WAIT_SECONDS = 300
 

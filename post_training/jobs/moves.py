@@ -53,6 +53,7 @@ def move(session: Session, job: JobRow, new: JobStatus, reason: str, at: datetim
     check_transition(old, new)
     job.status = new
     job.moved_at = max(at, job.moved_at)
+    job.paused = False
     if new is JobStatus.in_progress:
         job.started_at = job.started_at or job.moved_at
     if new.terminal:

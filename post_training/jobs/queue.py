@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 
-from sqlalchemy import ColumnElement, func, select
+from sqlalchemy import ColumnElement, false, func, select
 from sqlalchemy.orm import Session
 
 from apis.post_training.models import JobStatus
 from post_training.jobs.tables import JobRow
 
 ANY_DEVICE = None
+# A paused session waits for its client: no device is kept for it, and nobody waits behind it.
+_WAITING = (JobRow.status == JobStatus.scheduled, JobRow.paused == false())
 
 
 def oldest_waiting(session: Session, provider_ids: Collection[str], kinds: Iterable[str]) -> int | None:
@@ -43,7 +45,7 @@ def count_ahead(session: Session, sequence: int, provider_ids: Collection[str], 
 
 
 def count_waiting(session: Session) -> int:
-    query = select(func.count()).select_from(JobRow).where(JobRow.status == JobStatus.scheduled)
+    query = select(func.count()).select_from(JobRow).where(*_WAITING)
     return session.scalar(query) or 0
 
 
@@ -52,4 +54,4 @@ def _each_need(provider_ids: Collection[str], kinds: Iterable[str | None]) -> It
     for kind in kinds:
         device = JobRow.device_kind.is_(None) if kind is ANY_DEVICE else JobRow.device_kind == kind
         for provider_id in provider_ids:
-            yield JobRow.status == JobStatus.scheduled, JobRow.provider_id == provider_id, device
+            yield *_WAITING, JobRow.provider_id == provider_id, device

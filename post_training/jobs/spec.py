@@ -65,6 +65,28 @@ class WorkerSettings(BaseModel):
     default_max_seq_len: int = 4096
 
 
+class SessionSettings(BaseModel):
+    """What makes a job a session, which a client drives.
+
+    Attributes:
+        token_sha256: hexadecimal digest of the token that its calls must carry.
+        host: the address that its training server listens on.
+        lease_seconds: after so long without a call it is saved and paused.
+        window: how many calls may be sent ahead of the next one.
+        total_steps: of the schedule of the learning rate; None: it is constant.
+        labels: what the client calls the run, for the report.
+    """
+
+    model_config = ConfigDict(extra="forbid")
+
+    token_sha256: str
+    host: str = "127.0.0.1"
+    lease_seconds: float
+    window: int
+    total_steps: int | None = None
+    labels: dict[str, str] = {}
+
+
 class JobSpec(BaseModel):
     """One job, whole.
 
@@ -72,6 +94,7 @@ class JobSpec(BaseModel):
         created_at: when it was accepted; what a chat template that prints the date is told, on every attempt.
         training_config: the request's, with a learning rate. Epochs and batch size may be left open: they depend on the
             rows, and `post_training.data.planning.settle` fills them in.
+        dataset: None for a session, whose client brings the rows.
     """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
@@ -82,10 +105,11 @@ class JobSpec(BaseModel):
     model: ModelRef
     training_config: TrainingConfig
     algorithm_config: LoraFinetuningConfig
-    dataset: DatasetRef
+    dataset: DatasetRef | None
     validation: DatasetRef | None = None
     seed: int = 0
     worker: WorkerSettings
+    session: SessionSettings | None = None
 
     def settled(self, chosen: Mapping[str, Any]) -> JobSpec:
         """The job with `n_epochs` and `batch_size` of `chosen`, such as its report, where its request left them out."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Sequence
 from datetime import datetime
 
-from sqlalchemy import func, select
+from sqlalchemy import func, select, true
 from sqlalchemy.orm import Session
 
 from apis.errors import Conflict, QueueFull
@@ -19,7 +19,7 @@ from post_training.jobs.moves import add_event, find_job, find_sequence, move, r
 from post_training.jobs.queue import count_ahead, count_waiting
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.tables import CheckpointRow, EventRow, JobRow, TransitionRow
-from post_training.owners import current_caller, is_own
+from post_training.owners import current_caller, is_own, own
 
 _SFT = "-sft-"
 
@@ -58,6 +58,7 @@ class JobStore:
                 provider_id=spec.provider_id,
                 model=spec.model.identifier,
                 owned_by=current_caller().owner,
+                is_session=spec.session is not None,
                 spec=spec.model_dump(mode="json"),
                 status=JobStatus.scheduled,
                 device_kind=spec.device_kind,
@@ -99,6 +100,44 @@ class JobStore:
                 add_event(session, job, at, "cancel requested")
                 return False
             return job.status == JobStatus.cancelled
+
+    def request_completion(self, job_uuid: str) -> None:
+        """Ask a session to end with success. A session that waits does so once it has a device again.
+
+        Raises:
+            JobNotFound
+            Conflict: it has ended otherwise.
+        """
+        with self.database.session() as session:
+            job = find_job(session, job_uuid)
+            status = JobStatus(job.status)
+            if status.terminal and status is not JobStatus.completed:
+                raise Conflict(f"session {job_uuid!r} is {status} and cannot be completed", param="job_id")
+            if not status.terminal and job.completion_requested_at is None:
+                job.completion_requested_at = at = max(self.clock(), job.moved_at)
+                job.paused = False
+                add_event(session, job, at, "completion requested")
+
+    def resume(self, job_uuid: str) -> None:
+        """Let a paused session wait for a device again; any other that has not ended is left alone.
+
+        Raises:
+            JobNotFound
+            Conflict: it has ended.
+        """
+        with self.database.session() as session:
+            job = find_job(session, job_uuid)
+            if JobStatus(job.status).terminal:
+                raise Conflict(f"session {job_uuid!r} is {job.status}: open another one", param="job_id")
+            if job.paused:
+                job.paused = False
+                add_event(session, job, max(self.clock(), job.moved_at), "resumed by its client")
+
+    def sessions(self) -> Sequence[JobRow]:
+        """The caller's sessions, oldest first."""
+        with self.database.reading() as session:
+            query = select(JobRow).where(JobRow.is_session == true(), own(JobRow.owned_by)).order_by(JobRow.sequence)
+            return session.scalars(query).all()
 
     def delete(self, job_uuid: str, also: Callable[[Session], None]) -> None:
         """Forget a job that has ended, and `also` do something in the same transaction.

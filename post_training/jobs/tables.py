@@ -7,7 +7,7 @@ from enum import StrEnum
 from functools import cached_property
 from typing import Any
 
-from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint
+from sqlalchemy import JSON, ForeignKey, Index, LargeBinary, String, Text, UniqueConstraint, false
 from sqlalchemy.orm import Mapped, mapped_column
 
 from post_training.jobs.database import Base, UtcDateTime
@@ -25,6 +25,9 @@ class JobRow(Base):
         attempt: how many times it was claimed.
         lost_attempts: attempts that ended without a result since the newest checkpoint.
         owned_by: the id of the API key that made it; null: made without one or with the administrator's.
+        is_session: a client drives it, step by step; else it is a whole job.
+        paused: a session that waits for its client and not for a device.
+        completion_requested_at: when a session was asked to end with success.
         moved_at: time of the newest transition; later times of this job are never before it, whatever the clock does.
     """
 
@@ -36,8 +39,10 @@ class JobRow(Base):
     provider_id: Mapped[str] = mapped_column(String(255))
     model: Mapped[str] = mapped_column(String(255))
     owned_by: Mapped[str | None] = mapped_column(String(MAX_OWNER_LENGTH), default=None)
+    is_session: Mapped[bool] = mapped_column(default=False, server_default=false())
     spec: Mapped[dict[str, Any]] = mapped_column(JSON)
     status: Mapped[str] = mapped_column(String(16))
+    paused: Mapped[bool] = mapped_column(default=False, server_default=false())
     device_kind: Mapped[str | None] = mapped_column(String(16), default=None)
     attempt: Mapped[int] = mapped_column(default=0)
     lost_attempts: Mapped[int] = mapped_column(default=0)
@@ -46,6 +51,7 @@ class JobRow(Base):
     completed_at: Mapped[datetime | None] = mapped_column(UtcDateTime, default=None)
     moved_at: Mapped[datetime] = mapped_column(UtcDateTime)
     cancel_requested_at: Mapped[datetime | None] = mapped_column(UtcDateTime, default=None)
+    completion_requested_at: Mapped[datetime | None] = mapped_column(UtcDateTime, default=None)
     progress: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
     report: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
     resources: Mapped[dict[str, Any] | None] = mapped_column(JSON, default=None)
@@ -53,7 +59,8 @@ class JobRow(Base):
 
     __table_args__ = (
         Index("jobs_by_status", "status", "sequence"),
-        Index("jobs_by_queue", "status", "provider_id", "device_kind", "sequence"),
+        Index("jobs_by_queue", "status", "paused", "provider_id", "device_kind", "sequence"),
+        Index("jobs_by_kind", "is_session", "sequence"),
         Index("jobs_by_owner", "owned_by", "sequence"),
     )
 
@@ -155,6 +162,7 @@ class CheckpointRow(Base):
     Attributes:
         announced_at: when it was verified and became a model; null for one that is only there to resume from.
         identifier: the model id, once announced.
+        name: what a session's client called it; null: one that it did not ask for, and all of a whole job's.
     """
 
     __tablename__ = "checkpoints"
@@ -162,6 +170,7 @@ class CheckpointRow(Base):
     id: Mapped[int] = mapped_column(primary_key=True, autoincrement=True)
     job_uuid: Mapped[str] = mapped_column(ForeignKey("jobs.job_uuid", ondelete="CASCADE"), index=True)
     identifier: Mapped[str | None] = mapped_column(String(255), unique=True, default=None)
+    name: Mapped[str | None] = mapped_column(String(64), default=None)
     epoch: Mapped[int]
     step: Mapped[int]
     path: Mapped[str] = mapped_column(Text)

@@ -23,6 +23,8 @@ def describe_wait(store: JobStore, job: JobRow, slots: Sequence[Slot], provider_
     """Where a job stands among those that could run on the same devices, and what it waits for."""
     if job.status != JobStatus.scheduled:
         return Waiting()
+    if job.paused:
+        return Waiting(None, f"{_history(store, job)}paused: it goes on when its client resumes it")
     ahead = store.jobs_ahead(job, provider_ids, {slot.kind for slot in slots})
     reason = _obstacle(job, slots, provider_ids) or _turn(ahead, [s.name for s in slots if _fits(job, s)])
     return Waiting(ahead, f"{_history(store, job)}{reason}")

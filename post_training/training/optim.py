@@ -91,6 +91,11 @@ class Masters:
             if self.tensors[name] is not parameter:
                 parameter.copy_(self.tensors[name])
 
+    def scale_gradients(self, factor: float) -> None:
+        for tensor in self.tensors.values():
+            if tensor.grad is not None:
+                tensor.grad.mul_(factor)
+
     def clear_gradients(self) -> None:
         for name, parameter in self._parameters.items():
             parameter.grad = None

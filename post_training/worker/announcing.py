@@ -109,6 +109,11 @@ class Announcer:
             if self._pending is not None:
                 wait([self._pending[1]], _LOOK_SECONDS)
 
+    @property
+    def busy(self) -> bool:
+        """Whether a checkpoint is pending."""
+        return self._pending is not None
+
     def must_wait(self) -> bool:
         """Whether memory is too short to verify beside training."""
         return not self._verifier.fits_beside_training()
@@ -142,14 +147,22 @@ def rescue(lease: Lease, spec: JobSpec, home: Path) -> None:
 
 
 def checkpoint_id(spec: JobSpec, row: CheckpointRow) -> str:
-    """The model id of a checkpoint: `<model>-sft-<job>-<epoch>` after an epoch, `…-step<N>` inside one.
+    """The model id of a checkpoint: `<model>-sft-<job>-<epoch>` after an epoch, `…-step<N>` inside one, `…-<name>` of a
+    session.
 
     Raises:
         InvalidField: it would be longer than an id may be.
     """
+    if row.name is not None:
+        return session_id(spec, row.name)
     if row.metrics is not None:
         return checkpoint_identifier(spec.model.identifier, spec.job_uuid, row.epoch)
     return check_identifier(inside_id(spec, row.step), param="job_uuid")
+
+
+def session_id(spec: JobSpec, name: str) -> str:
+    """The model id of a session's checkpoint. Raises InvalidField where it is longer than an id may be."""
+    return check_identifier(f"{spec.model.identifier}-sft-{spec.job_uuid}-{name}", param="name")
 
 
 def inside_id(spec: JobSpec, step: int) -> str:

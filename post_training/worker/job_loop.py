@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import time
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +13,8 @@ from torch import Tensor
 from apis.errors import NonFiniteLoss, NothingTrained, PostgradError
 from apis.post_training.models import JobStatus, PostTrainingMetric
 from post_training.catalog.models import ModelCatalog
-from post_training.checkpoints.layout import TRAINING_STATE
-from post_training.checkpoints.space import CheckpointSize, FreeBytes, check_start, estimate, free_bytes
-from post_training.checkpoints.state import load_training_state, masters_of, restore_rng, rng_tensors
+from post_training.checkpoints.space import CheckpointSize, FreeBytes, check_start, free_bytes
+from post_training.checkpoints.state import restore_rng, rng_tensors
 from post_training.data.batching import micro_batches
 from post_training.data.job_rows import JobRows
 from post_training.data.planning import plan_epoch, validation_rows
@@ -24,11 +22,11 @@ from post_training.data.preflight import TokenizedDataset
 from post_training.estimates import estimates
 from post_training.training.interruption import Interrupted
 from post_training.training.trainer import StepResult, Trainer
-from post_training.worker import setup
 from post_training.worker.announcing import Announcer
 from post_training.worker.epochs import SaveTimer, stops_early
 from post_training.worker.keeping import discard_unannounced, release_room, unproven
 from post_training.worker.lease import Lease
+from post_training.worker.loading import checkpoint_size, load, trainer_of
 from post_training.worker.progress import ProgressReport, describe_validation, finite, peak_bytes
 from post_training.worker.resume import Cursor, find_resume_point
 from post_training.worker.saving import Saver, Snapshot
@@ -65,7 +63,6 @@ class JobLoop:
         self._device = device
         self._free = free
         self._report = ProgressReport(lease)
-        self._earlier = lease.store.get(lease.job_uuid)
         self._cursor = Cursor()
         self._timer = SaveTimer(self._spec.training_config.save_every_n_steps)
         self._rng: dict[str, Tensor] = {}
@@ -95,63 +92,23 @@ class JobLoop:
 
     def _load(self, report: dict[str, Any]) -> Trainer:
         self._report.phase("load_model")
-        self._check_space(self._size(0, 0))  # what is known before the model is: a merged model's part
-        config = self._spec.training_config
-        first = self._earlier.resources or {}
-        device = setup.choose_device(self._device or first.get("device", self._spec.worker.device))
-        # What the first attempt ran with: another number of threads could change the last bit of a sum.
-        threads = setup.set_threads(first.get("threads", self._spec.worker.threads))
-        tokens = report["tokens_per_epoch"] * report["n_epochs"]
-        # An attempt that stored none ran before there was a choice.
-        kernels = first.get("kernels", "plain") if first else setup.choose_kernels(self._spec, tokens)
-        model = setup.load_model(self._spec, device, kernels)
+        self._check_space(checkpoint_size(self._spec))
         total: int = report["total_steps"]
-        optim = setup.optim_settings(config.optimizer_config, total, config.max_grad_norm)
-        trainable = sum(parameter.numel() for parameter in model.adapter_parameters().values())
+        loaded = load(self._lease, self._spec, self._device, report["tokens_per_epoch"] * report["n_epochs"])
         self._report.progress.total_steps = total
+        costs = estimates(self._lease.store.database, self._spec, report, loaded.device.partition(":")[0])
         self._lease.update(
             progress=self._report.progress,
-            resources={
-                "device": device,
-                "threads": threads,
-                "dtype": config.dtype or "bf16",
-                "kernels": model.computation.kernels,
-            },
-            report={
-                **estimates(self._lease.store.database, self._spec, report, device.partition(":")[0]),
-                "trainable_parameters": trainable,
-                "computation": asdict(model.computation),
-            },
-            message=f"loaded {self._spec.model.identifier}: {trainable:,} trainable parameters, {total} steps in all",
+            resources=loaded.resources,
+            report={**costs, **loaded.facts},
+            message=f"{loaded.message}, {total} steps in all",
         )
-        trainer = Trainer(model, optim, should_stop=self._lease.should_stop)
-        self._take_exact_adapter(trainer)
-        return trainer
-
-    def _take_exact_adapter(self, trainer: Trainer) -> None:
-        """Go on from a checkpoint of ours with its fp32 masters: what a bf16 model loaded of them is rounded."""
-        if self._spec.model.adapter_dir is None:
-            return
-        state = Path(self._spec.model.adapter_dir).parent / TRAINING_STATE
-        if state.is_dir():
-            trainer.masters.load(masters_of(load_training_state(state)[0]))
+        return trainer_of(self._lease, self._spec, loaded.model, total)
 
     def _saver(self, trainer: Trainer, announcer: Announcer) -> Saver:
-        tensors = trainer.masters.tensors.values()
-        size = self._size(sum(tensor.numel() for tensor in tensors), len(tensors))
+        size = checkpoint_size(self._spec, trainer)
         self._check_space(size)
         return Saver(self._lease, self._spec, self._home, size, announcer, self._free)
-
-    def _size(self, parameters: int, tensors: int) -> CheckpointSize:
-        worker, optimizer = self._spec.worker, self._spec.training_config.optimizer_config
-        return estimate(
-            parameters,
-            tensors,
-            optimizer.optimizer_type.value,
-            Path(self._spec.model.base_dir),
-            worker.merged_dtype if "merged" in worker.export else None,
-            momentum=bool(optimizer.momentum),
-        )
 
     def _check_space(self, size: CheckpointSize) -> None:
         """Raises DiskFull unless the checkpoints that are still to come have room."""
@@ -247,11 +204,10 @@ class JobLoop:
 
     def _save_epoch(self, trainer: Trainer, saver: Saver, metric: PostTrainingMetric) -> None:
         self._report.phase("checkpoint")
-        snapshot = Snapshot(
-            trainer, metric.epoch, self._cursor.next_epoch(), self._report.progress, rng_tensors(), metric
-        )
+        cursor, rng = self._cursor.next_epoch(), rng_tensors()
+        snapshot = Snapshot.of_job(trainer, metric.epoch, cursor, self._report.progress, rng, metric)
         saver.save_epoch(snapshot, last=self._is_last(metric))
-        self._cursor, self._rng = snapshot.cursor, snapshot.rng
+        self._cursor, self._rng = cursor, rng
         self._timer.restart()
         self._lease.update(resources={"peak_memory_bytes": peak_bytes()})
 
@@ -282,7 +238,7 @@ class JobLoop:
             logger.warning("step %d could not be saved before the stop: %s", trainer.step, error)
 
     def _snapshot(self, trainer: Trainer) -> Snapshot:
-        return Snapshot(trainer, self._cursor.epoch, self._cursor, self._report.progress, self._rng)
+        return Snapshot.of_job(trainer, self._cursor.epoch, self._cursor, self._report.progress, self._rng)
 
     def _complete(self) -> None:
         """End the job as completed and, in the same transaction, let `<model>-sft-<epoch>` resolve to it."""

@@ -98,8 +98,15 @@ def attempt(lease: Lease, home: Path, device: str | None = None, free: FreeBytes
 
 
 def _run(lease: Lease, home: Path, device: str | None, free: FreeBytes) -> None:
-    data = read_rows(lease, _spec(lease), home)
-    # Only now: torch takes seconds to import, in which rows are read, the lease must beat and a stop be heard.
+    spec = _spec(lease)
+    # torch only then: it takes seconds to import, in which rows are read, the lease must beat and a stop be heard.
+    if spec.session is not None:
+        warmth.wait_for_imports()
+        from post_training.worker.session_loop import run_session
+
+        run_session(lease, spec, home, device=device, free=free)
+        return
+    data = read_rows(lease, spec, home)
     warmth.wait_for_imports()
     from post_training.worker.job_loop import run_job
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +53,10 @@ class Cursor:
         return Cursor(epoch=self.epoch + 1, skipped_in_a_row=self.skipped_in_a_row)
 
 
+CURSOR, PROGRESS = "cursor", "progress"
+"""What a training state holds beside the trainer's own values."""
+
+
 @dataclass(frozen=True)
 class ResumePoint:
     """A checkpoint to go on from: its row, and what its training state holds."""
@@ -63,18 +67,13 @@ class ResumePoint:
 
     @property
     def cursor(self) -> Cursor:
-        stored = self.meta.get("cursor")
+        stored = self.meta.get(CURSOR)
         # Checkpoints of Postgrad 0.1 were made after an epoch only and do not say more.
         return Cursor(epoch=self.checkpoint.epoch + 1) if stored is None else Cursor(**stored)
 
     @property
     def progress(self) -> JobProgress:
-        return JobProgress.model_validate(self.meta["progress"])
-
-
-def state_meta(cursor: Cursor, progress: JobProgress) -> dict[str, Any]:
-    """What a training state holds beside the trainer's own values, as ResumePoint reads it."""
-    return {"cursor": asdict(cursor), "progress": progress.model_dump()}
+        return JobProgress.model_validate(self.meta[PROGRESS])
 
 
 def find_resume_point(lease: Lease, home: Path) -> ResumePoint | None:

@@ -21,10 +21,10 @@ from post_training.jobs.database import now
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.tables import CheckpointRow
 from post_training.training.trainer import Trainer
-from post_training.worker.announcing import Announcer, inside_id
+from post_training.worker.announcing import Announcer, inside_id, session_id
 from post_training.worker.keeping import apply_retention
 from post_training.worker.lease import Lease
-from post_training.worker.resume import Cursor, state_meta
+from post_training.worker.resume import CURSOR, PROGRESS, Cursor
 
 _RECORDED_VERSIONS = ("postgrad", "torch", "torchtune", "transformers", "peft", "safetensors")
 
@@ -34,18 +34,36 @@ class Snapshot:
     """What a checkpoint is made of.
 
     Attributes:
-        epoch: the one that `trainer` is in or has just ended.
-        cursor: where a resumed run goes on.
+        epoch: the one that `trainer` is in or has just ended; 0 in a session.
+        number: what its directory is called, which grows from checkpoint to checkpoint of a job: the optimizer step or,
+            in a session, the number of the client's newest call.
+        place: where a resumed run goes on, that JSON can hold; a job's is `Cursor`'s fields.
         rng: states of the random generators there, as `rng_tensors` has them.
-        metric: of the epoch that has ended; None inside one.
+        metric: of a checkpoint that is to be announced; None of one that is only there to resume from.
+        name: a session's client's.
     """
 
     trainer: Trainer
     epoch: int
-    cursor: Cursor
+    number: int
+    place: dict[str, Any]
     progress: JobProgress
     rng: dict[str, Tensor]
     metric: PostTrainingMetric | None = None
+    name: str | None = None
+
+    @classmethod
+    def of_job(
+        cls,
+        trainer: Trainer,
+        epoch: int,
+        cursor: Cursor,
+        progress: JobProgress,
+        rng: dict[str, Tensor],
+        metric: PostTrainingMetric | None = None,
+    ) -> Snapshot:
+        """Of a whole job, which goes on at `cursor`."""
+        return cls(trainer, epoch, trainer.step, asdict(cursor), progress, rng, metric)
 
 
 class Saver:
@@ -100,8 +118,16 @@ class Saver:
             DiskFull, LeaseLost, ModelInvalid, and as `Announcer.settle`.
         """
         self.announcer.wait(snapshot.progress)
+        self.announce(self.save_named(snapshot), snapshot.progress, last=last)
+
+    def save_named(self, snapshot: Snapshot) -> CheckpointRow:
+        """Write and record a checkpoint that is to be announced, and return its row.
+
+        Raises:
+            DiskFull, LeaseLost, ModelInvalid.
+        """
         self._save(snapshot, self._size.after, merged="merged" in self._spec.worker.export)
-        self.announce(self._row(snapshot.trainer.step), snapshot.progress, last=last)
+        return self._row(snapshot.number)
 
     def announce(self, row: CheckpointRow, progress: JobProgress, *, last: bool) -> None:
         """Have a recorded checkpoint verified and announced: meanwhile, where memory allows. Raises as `save_epoch`."""
@@ -114,7 +140,7 @@ class Saver:
         apply_retention(self._lease, self._home, self._spec.training_config.save_total_limit)
 
     def _save(self, snapshot: Snapshot, needed: int, *, merged: bool) -> None:
-        step = snapshot.trainer.step
+        step = snapshot.number
         check_save(self._home, needed, step, self._free)
         self._lease.confirm()
         report = self._lease.store.get(self._lease.job_uuid).report
@@ -159,8 +185,8 @@ def write_checkpoint(
     trainer, base_dir = snapshot.trainer, Path(spec.model.base_dir)
     tensors, meta = trainer.state()
     adapter, config = trainer.model.peft_adapter(trainer.masters.snapshot())
-    meta |= state_meta(snapshot.cursor, snapshot.progress)
-    with CheckpointWriter(home, spec.job_uuid, trainer.step) as writer:
+    meta |= {CURSOR: snapshot.place, PROGRESS: snapshot.progress.model_dump()}
+    with CheckpointWriter(home, spec.job_uuid, snapshot.number) as writer:
         write_adapter(writer.adapter, adapter, config, spec.model.base_identifier, base_dir)
         if merged:
             meta["merge"] = asdict(merge(base_dir, writer.adapter, writer.merged, spec.worker.merged_dtype))
@@ -191,20 +217,22 @@ def _card_run(spec: JobSpec, snapshot: Snapshot, report: Mapping[str, Any], merg
 
 
 def _identifier(spec: JobSpec, snapshot: Snapshot) -> str:
+    if snapshot.name is not None:
+        return session_id(spec, snapshot.name)
     if snapshot.metric is None:
-        return inside_id(spec, snapshot.trainer.step)
+        return inside_id(spec, snapshot.number)
     return checkpoint_identifier(spec.model.identifier, spec.job_uuid, snapshot.epoch)
 
 
 def _manifest(spec: JobSpec, snapshot: Snapshot) -> Manifest:
-    step, metric = snapshot.trainer.step, snapshot.metric
+    metric = snapshot.metric
     return Manifest(
         identifier=_identifier(spec, snapshot),
         job_uuid=spec.job_uuid,
         model=spec.model.identifier,
         base_model=spec.model.base_identifier,
         epoch=snapshot.epoch,
-        step=step,
+        step=snapshot.number,
         created_at=now(),
         metrics=None if metric is None else metric.model_dump(),
         versions=_versions(),
@@ -214,12 +242,20 @@ def _manifest(spec: JobSpec, snapshot: Snapshot) -> Manifest:
 def _new_row(spec: JobSpec, snapshot: Snapshot, step: int, path: str) -> CheckpointRow:
     return CheckpointRow(
         job_uuid=spec.job_uuid,
+        name=snapshot.name,
         epoch=snapshot.epoch,
         step=step,
         path=path,
         created_at=now(),
-        metrics=None if snapshot.metric is None else snapshot.metric.model_dump(),
+        metrics=_metrics(snapshot),
     )
+
+
+def _metrics(snapshot: Snapshot) -> dict[str, Any] | None:
+    if snapshot.metric is None:
+        return None
+    # A session's row is numbered by calls, which may be more than updates.
+    return snapshot.metric.model_dump() | ({"global_steps": snapshot.trainer.step} if snapshot.name else {})
 
 
 def _versions() -> dict[str, str]:

@@ -56,10 +56,12 @@ def lora_settings(config: LoraFinetuningConfig) -> LoraSettings:
     )
 
 
-def choose_kernels(spec: JobSpec, tokens: int) -> KernelForm:
-    """The form a job is computed in that is to read `tokens` tokens in all its epochs."""
+def choose_kernels(spec: JobSpec, tokens: int | None) -> KernelForm:
+    """The form a job is computed in that is to read `tokens` tokens in all its epochs; None: nobody knows how many."""
     if spec.worker.kernels != "auto":
         return spec.worker.kernels
+    if tokens is None:
+        return "fused"
     weights = sum(math.prod(header.shape) for header in tensor_headers(Path(spec.model.base_dir)).values())
     # Forward 2 operations for each weight and token, backward through a frozen base 2 more.
     return "compiled" if 4 * weights * tokens >= WORTH_COMPILING else "fused"

@@ -38,10 +38,10 @@ Cells = Sequence[Any]
 
 
 def read_xlsx(stream: BinaryIO) -> Iterator[Row]:
-    """Stream the rows of a workbook's first sheet, whose first line that is not blank names the columns.
+    """Stream the rows of a workbook's first sheet with cells, whose first line that is not blank names the columns.
 
-    An empty cell is null, a date ISO 8601 text, a formula the value that the file holds for it. Blank lines are left
-    out.
+    Sheets that are a chart are passed over. An empty cell is null, a date ISO 8601 text, a formula the value that the
+    file holds for it. Blank lines are left out.
 
     Raises:
         DataInvalid: not a workbook, a cell without a JSON form, or one that the header does not name.
@@ -101,14 +101,32 @@ def _rows(stream: BinaryIO) -> Iterator[Row]:
 
 def _lines(stream: BinaryIO, *, values: bool) -> Iterator[Cells]:
     """The lines of the first sheet; with `values` off, a formula's cell holds the formula."""
-    import openpyxl  # takes a moment, and a server never needs it
-
-    book = openpyxl.load_workbook(stream, read_only=True, data_only=values, keep_links=False)
+    book = _book(stream, values)
     if not book.worksheets:
-        raise DataInvalid("the workbook has no sheet with cells", param=_PARAM)
+        raise DataInvalid(
+            "the workbook has no sheet with cells, only charts: put the rows in a sheet of their own", param=_PARAM
+        )
     sheet: Any = book.worksheets[0]
     sheet.reset_dimensions()  # the file may claim any size
     return sheet.iter_rows()
+
+
+def _book(stream: BinaryIO, values: bool) -> Any:
+    # Imported here: it takes a moment, and a server never needs it.
+    from openpyxl.chartsheet import Chartsheet
+    from openpyxl.reader.excel import ExcelReader
+
+    class Reader(ExcelReader):
+        def read_chartsheet(self, sheet: Any, rel: Any) -> None:
+            """Take its place among the sheets, by which names are given to them, and none of its charts."""
+            book: Any = self.wb
+            chart: Any = Chartsheet()
+            chart._parent, chart.title = book, sheet.name
+            book._add_sheet(chart)
+
+    reader = Reader(stream, read_only=True, data_only=values, keep_links=False)
+    reader.read()
+    return reader.wb
 
 
 class _Formulas:

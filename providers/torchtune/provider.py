@@ -8,8 +8,9 @@ from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig, SupervisedFineTuneRequest, TrainingConfig
 from post_training.catalog.models import ResolvedModel
 from post_training.defaults import default_lr
+from post_training.job_specs import ProviderProfile
 from post_training.jobs.spec import WorkerSettings
-from post_training.service import JobService, ProviderProfile
+from post_training.service import JobService
 from providers.spec import ProviderDeps
 from providers.torchtune.adapter_config import AdapterShape, check_adapter, settings_of_adapter
 from providers.torchtune.architecture import Architecture

@@ -91,7 +91,7 @@ class OneSave:
         return "saved"
 
     def _snapshot(self) -> Snapshot:
-        return Snapshot(self._trainer, 0, Cursor(), JobProgress(), rng_tensors())
+        return Snapshot.of_job(self._trainer, 0, Cursor(), JobProgress(), rng_tensors())
 
 
 def main(home: str, base: str, form: str) -> None:

@@ -1,0 +1,136 @@
+"""The HTTP side of a training server: its token, the size of bodies, errors, and whether the client is there."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hmac
+import logging
+import threading
+import time
+from collections.abc import Callable
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.datastructures import Headers
+from starlette.exceptions import HTTPException
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from apis.body_limit import BodyLimit
+from apis.errors import DataInvalid, InvalidField, MethodNotAllowed, NotFound, PostgradError, TooLarge, Unauthorized
+from apis.faults import describe_faults, first_fault
+from apis.sft_sessions.protocol import TrainingServer
+from apis.sft_sessions.routes import TRAINING_PREFIX, create_training_router
+from post_training.session_tokens import token_digest
+
+logger = logging.getLogger(__name__)
+
+MAX_BODY_BYTES = 64 * 2**20
+OPEN_PATH = f"{TRAINING_PREFIX}/health"
+_KINDS = {kind.http_status: kind for kind in (NotFound, MethodNotAllowed, TooLarge)}
+
+
+class Presence:
+    """Whether a session's client is there: it has a call open, or had one not long ago."""
+
+    def __init__(self, monotonic: Callable[[], float] = time.monotonic) -> None:
+        self._monotonic = monotonic
+        self._open = 0
+        self._last = monotonic()
+        self._lock = threading.Lock()
+
+    def silent_for(self) -> float:
+        """Seconds since the newest call ended, 0 while one is open."""
+        with self._lock:
+            return 0.0 if self._open else self._monotonic() - self._last
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._open += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._open -= 1
+            self._last = self._monotonic()
+
+
+def create_app(impl: TrainingServer, token_sha256: str, presence: Presence) -> FastAPI:
+    """The routes of a training server.
+
+    Args:
+        token_sha256: digest of the token that every call but `health` must bring, as Bearer or as Basic's password.
+        presence: told of every call that brought it.
+    """
+    app = FastAPI(title="Postgrad training server", docs_url=None, redoc_url=None)
+    app.include_router(create_training_router(impl))
+    app.add_exception_handler(PostgradError, _on_error)
+    app.add_exception_handler(RequestValidationError, _on_invalid)
+    app.add_exception_handler(HTTPException, _on_http)
+    app.add_exception_handler(Exception, _on_bug)
+    app.add_middleware(BodyLimit, limit=MAX_BODY_BYTES, answer=lambda error, _path: answer(error))
+    app.add_middleware(TokenGate, token_sha256=token_sha256, presence=presence)
+    return app
+
+
+class TokenGate:
+    """ASGI middleware: lets in who brings the session's token, and everybody to `health`."""
+
+    def __init__(self, app: ASGIApp, token_sha256: str, presence: Presence) -> None:
+        self.app, self._digest, self._presence = app, token_sha256, presence
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == OPEN_PATH:
+            await self.app(scope, receive, send)
+        elif not self._opens(Headers(scope=scope).get("authorization", "")):
+            said = "this session wants its token, which `server_url` of its job's status holds"
+            await answer(Unauthorized(said))(scope, receive, send)
+        else:
+            with self._presence:
+                await self.app(scope, receive, send)
+
+    def _opens(self, header: str) -> bool:
+        kind, _, value = header.partition(" ")
+        token = _password(value) if kind.lower() == "basic" else value if kind.lower() == "bearer" else ""
+        return hmac.compare_digest(token_digest(token.strip()), self._digest)
+
+
+def answer(error: PostgradError) -> JSONResponse:
+    """An error on the wire, in the envelope that the stack's own server has."""
+    body: dict[str, object] = {"code": error.code, "message": error.message, "param": error.param}
+    if isinstance(error, DataInvalid):
+        body |= {"row": error.row, "pointer": error.pointer}
+    headers = {"retry-after": "1"} if error.retryable else {"x-should-retry": "false"}
+    return JSONResponse({"error": body, "detail": error.message}, error.http_status, headers=headers)
+
+
+def _password(value: str) -> str:
+    try:
+        return base64.b64decode(value, validate=True).decode().partition(":")[2]
+    except (binascii.Error, UnicodeDecodeError):
+        return ""
+
+
+async def _on_error(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, PostgradError)
+    return answer(error)
+
+
+async def _on_invalid(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    faults = describe_faults(error.errors(), error.body)
+    field, message = first_fault(faults)
+    invalid = InvalidField(message, param=field)
+    body = {"code": invalid.code, "message": message, "param": field, "detail": {"errors": faults}}
+    return JSONResponse({"error": body}, invalid.http_status, headers={"x-should-retry": "false"})
+
+
+async def _on_http(_request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, HTTPException)
+    kind = _KINDS.get(error.status_code, InvalidField)
+    return answer(kind(str(error.detail)))
+
+
+async def _on_bug(request: Request, error: Exception) -> JSONResponse:
+    logger.error("%s failed", request.url.path, exc_info=error)
+    return answer(PostgradError("the training server failed; the session's log says why"))
