@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import logging
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 from urllib.parse import quote, urlencode
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    ValidationError,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 
 from apis.common import Api
 from apis.datasets.models import RegisterDatasetRequest
@@ -20,6 +30,7 @@ from distributions.environment import DISABLED, substitute
 from distributions.home import state_home
 from distributions.run_generations import keep_ours, translate
 from post_training.jobs.devices import slots_of, visible_gpus
+from post_training.jobs.launchers.ray import RaySettings, ray_slots
 from post_training.jobs.scheduler import SchedulerSettings
 
 log = logging.getLogger(__name__)
@@ -110,40 +121,79 @@ class ServerConfig(_Section):
     max_body_bytes: Annotated[int, Field(ge=1024)] = MAX_BODY_BYTES
 
 
+class RayConfig(_Section):
+    """The Ray cluster that workers run on, and what each takes of it. The attributes are `RaySettings`'."""
+
+    address: str = "auto"
+    num_cpus: Annotated[int, Field(ge=1)] = 1
+    num_gpus: Annotated[float, Field(gt=0, le=1)] = 1.0
+    resources: dict[str, Annotated[float, Field(gt=0)]] = {}
+
+    @field_validator("address")
+    @classmethod
+    def _is_address(cls, value: str) -> str:
+        if not re.fullmatch(r"auto|local|(\[[0-9A-Fa-f:.]+\]|[\w.-]+):[0-9]+", value):
+            raise ValueError(
+                f"{value!r} is no address: use auto, local, or host:port of the head node; ray:// does not serve, "
+                "since the server's machine must belong to the cluster"
+            )
+        return value
+
+    def settings(self) -> RaySettings:
+        return RaySettings(self.address, self.num_cpus, self.num_gpus, self.resources)
+
+
 class JobsConfig(_Section):
     """How many jobs run at once, wait, and are tried again.
 
     Attributes:
+        launcher: where workers run: `local`, this machine, or `ray`, the nodes of a Ray cluster.
+        ray: the cluster.
         devices: `auto` (every visible GPU, else the CPU) or a list: one job at a time for each entry, so `[cpu, cpu]`
-            runs two, each with half of the cores.
+            runs two, each with half of the cores. With Ray, `cpu` or `cuda` for each worker of the cluster.
         max_queued: waiting jobs beyond which a submit is answered with 429.
         max_attempts: attempts that may end without a result, since a job's newest checkpoint, before it fails.
         warm_seconds: how long a worker that has ended its job waits for the next one, which then starts in a second or
             two; 0: each job has a process of its own. A waiting worker holds no model.
+        session_host: the address that the training servers of sessions listen on, each on a port of its own; 0.0.0.0 or
+            :: for clients on other machines, which are told the address of the worker's machine.
     """
 
-    devices: Literal["auto"] | list[str] = "auto"
+    launcher: Literal["local", "ray"] = "local"
+    ray: RayConfig | None = None
+    devices: Annotated[Literal["auto"] | list[str], Field(validate_default=True)] = "auto"
     max_queued: Annotated[int, Field(ge=1)] = 100
     max_attempts: Annotated[int, Field(ge=1, le=1000)] = 3
     warm_seconds: Annotated[float, Field(ge=0, le=86400)] = 300.0
+    session_host: Annotated[str, Field(min_length=1)] = "127.0.0.1"
+
+    @field_validator("ray")
+    @classmethod
+    def _is_used(cls, value: RayConfig | None, info: ValidationInfo) -> RayConfig | None:
+        if value is not None and info.data.get("launcher") == "local":
+            raise ValueError("a cluster is used with launcher: ray only")
+        return value
 
     @field_validator("devices")
     @classmethod
-    def _are_devices(cls, value: Literal["auto"] | list[str]) -> Literal["auto"] | list[str]:
+    def _are_devices(cls, value: Literal["auto"] | list[str], info: ValidationInfo) -> Literal["auto"] | list[str]:
         try:
-            slots_of(value)
+            ray_slots(value) if info.data.get("launcher") == "ray" else slots_of(value)
         except InvalidField as error:
             raise ValueError(error.message) from None
         return value
 
     def settings(self, environ: Mapping[str, str]) -> SchedulerSettings:
+        limits = (self.max_queued, self.max_attempts, self.warm_seconds, self.session_host)
+        if self.launcher == "ray":
+            return SchedulerSettings(ray_slots(self.devices), *limits, ray=(self.ray or RayConfig()).settings())
         slots = slots_of(self.devices, environ)
         visible = visible_gpus(environ)
         for slot in slots:
             # No refusal: not every system shows its GPUs where they are looked for.
             if slot.kind == "cuda" and int(slot.device.partition(":")[2]) >= visible:
                 log.warning("jobs.devices: %s is listed, but %d CUDA devices are visible here", slot.device, visible)
-        return SchedulerSettings(slots, self.max_queued, self.max_attempts, self.warm_seconds)
+        return SchedulerSettings(slots, *limits)
 
 
 class LoggingConfig(_Section):

@@ -104,6 +104,8 @@ class SpecBuilder:
         """The job of a session, whose rows its client brings. Raises as `job`."""
         model = self._resolve_model(request)
         algorithm = self._profile.check(request, model)
+        # Of the longest name that a checkpoint gets where its client gives none.
+        check_identifier(f"{model.identifier}-sft-{request.job_uuid}-step{10**9}", param="job_id")
         spec = self._spec(request, model, algorithm, None, None)
         return spec.model_copy(update={"session": settings})
 

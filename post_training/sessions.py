@@ -114,6 +114,7 @@ class SessionService:
         config = request.config
         settings = SessionSettings(
             token_sha256="",
+            host=self._scheduler.settings.session_host,
             lease_seconds=config.lease_seconds,
             window=config.window,
             total_steps=config.total_steps,
@@ -251,17 +252,19 @@ def _in_words_of_the_config(config: SessionConfig) -> Iterator[None]:
     try:
         yield
     except PostgradError as error:
-        error.param = None if error.param is None else f"config.{_in_config(error.param, config)}"
+        error.param = None if error.param is None else _in_config(error.param, config)
         raise
 
 
 def _in_config(field: str, config: SessionConfig) -> str:
+    if field in ("job_id", "job_uuid"):
+        return "job_id"
     if config.lora is not None and field.startswith("algorithm_config."):
-        return f"lora.{_LORA_FIELDS.get(field.removeprefix('algorithm_config.'), 'target_modules')}"
+        return f"config.lora.{_LORA_FIELDS.get(field.removeprefix('algorithm_config.'), 'target_modules')}"
     for place in ("training_config.data_config.", "training_config.efficiency_config.", "training_config."):
         if field.startswith(place):
-            return field.removeprefix(place)
-    return field
+            return f"config.{field.removeprefix(place)}"
+    return f"config.{field}"
 
 
 async def _in_thread(work: Callable[[], _T]) -> _T:

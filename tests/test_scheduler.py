@@ -14,7 +14,7 @@ import pytest
 
 from apis.post_training.models import JobStatus
 from post_training.jobs.database import Database
-from post_training.jobs.devices import Slot
+from post_training.jobs.devices import DeviceKind, Slot
 from post_training.jobs.launchers.local import AdoptedWorker, LocalWorker, WorkerHandle
 from post_training.jobs.leases import Claim, Leases
 from post_training.jobs.scheduler import Scheduler, SchedulerSettings
@@ -54,6 +54,9 @@ class ProgramLauncher:
         raise AssertionError("these programs do one job")
 
     def reap(self) -> None: ...
+
+    def at_hand(self, kind: DeviceKind) -> bool:
+        return False
 
     def close(self) -> None: ...
 

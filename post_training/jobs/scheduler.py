@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -21,6 +21,7 @@ from post_training.jobs.backoff import Backoff
 from post_training.jobs.database import Database
 from post_training.jobs.devices import Slot, slots_of, threads_each
 from post_training.jobs.launchers.local import Launcher, LocalLauncher, WorkerHandle
+from post_training.jobs.launchers.ray import RayLauncher, RaySettings
 from post_training.jobs.leases import Claim, HeldLease, Leases
 from post_training.jobs.store import JobStore
 from post_training.jobs.tables import JobRow
@@ -44,12 +45,16 @@ class SchedulerSettings:
         max_queued: waiting jobs beyond which a submit is refused.
         max_attempts: attempts without a result, since the newest checkpoint, after which a job fails.
         warm_seconds: how long a worker that has ended its job waits for the next; 0: a new process for each.
+        session_host: the address that training servers of sessions listen on, on the machine of their worker.
+        ray: the cluster whose nodes the workers run on; None: this machine.
     """
 
     slots: tuple[Slot, ...] = field(default_factory=lambda: slots_of("auto"))
     max_queued: int = 100
     max_attempts: int = 3
     warm_seconds: float = 0.0
+    session_host: str = "127.0.0.1"
+    ray: RaySettings | None = None
 
 
 class Scheduler:
@@ -151,15 +156,19 @@ class Scheduler:
             self._look_after(lease)
         self._forget_ended(held)
         self._launcher.reap()
-        while self._has_room():
-            claim = self._leases.claim(self._host, self.settings.slots, self.provider_ids)
+        while self._has_room() and (slots := self._open_slots()):
+            claim = self._leases.claim(self._host, slots, self.provider_ids)
             if claim is None:
                 return
             self._launch(claim)
 
     def _has_room(self) -> bool:
-        free = len(self._workers) < len(self.settings.slots)
-        return free and not self._backoff.pausing and not self._stopping.is_set()
+        return len(self._workers) < len(self.settings.slots) and not self._stopping.is_set()
+
+    def _open_slots(self) -> Sequence[Slot]:
+        """Where a worker can be started, as far as is known; taken ones among them."""
+        slots = self.settings.slots
+        return [slot for slot in slots if self._launcher.at_hand(slot.kind)] if self._backoff.pausing else slots
 
     def _sweep(self) -> None:
         """Remove what jobs that were cancelled left on disk when the server was killed before it could."""
@@ -238,7 +247,11 @@ class Scheduler:
 
 
 def local_scheduler(database: Database, home: Path, settings: SchedulerSettings | None = None) -> Scheduler:
-    """A scheduler whose workers are processes on this machine and whose jobs lie in `home`."""
+    """A scheduler whose jobs lie in `home` and whose workers are processes on this machine, or on a Ray cluster.
+
+    Raises:
+        StackError: Ray is asked for and not installed.
+    """
     store = JobStore(database)
 
     def clean(job_uuid: str) -> None:
@@ -250,4 +263,7 @@ def local_scheduler(database: Database, home: Path, settings: SchedulerSettings 
         return checkpoints_root(home, job_uuid).parent
 
     settings = settings or SchedulerSettings()
+    if settings.ray is not None:
+        on_ray = RayLauncher(database.url, home, settings.ray, len(settings.slots), settings.warm_seconds)
+        return Scheduler(store, on_ray, folder, clean, settings, host=on_ray.host)
     return Scheduler(store, LocalLauncher(database.url, home, settings.warm_seconds), folder, clean, settings)

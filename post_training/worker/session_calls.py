@@ -135,7 +135,8 @@ class CallQueue:
         assert call.number is not None
         if call.number <= self._done:
             return self._answered(call, call.number)
-        found = self._numbered.get(call.number)
+        running = self._running
+        found = running if running and running.number == call.number else self._numbered.get(call.number)
         if found is None:
             return None
         if found.digest != call.digest:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import ipaddress
 import json
 import logging
 import socket
@@ -89,6 +90,7 @@ def launch_sft_server(session: Session) -> Iterator[SessionServer]:
     presence = Presence()
     app = create_app(SessionCalls(session), settings.token_sha256, presence)
     listener = _listen(settings.host)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # a log of the job tells of the job
     server = uvicorn.Server(
         uvicorn.Config(
             app,
@@ -105,8 +107,7 @@ def launch_sft_server(session: Session) -> Iterator[SessionServer]:
     thread.start()
     try:
         _wait_until_started(server, thread)
-        host, port = listener.getsockname()[:2]
-        yield SessionServer(f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}", presence)
+        yield SessionServer(_url(listener), presence)
     finally:
         server.should_exit = True
         thread.join(STOP_SECONDS + 1)
@@ -123,6 +124,14 @@ def _listen(host: str) -> socket.socket:
         listener.close()
         raise
     return listener
+
+
+def _url(listener: socket.socket) -> str:
+    """Where clients find it: of a server on all addresses, by the one under which other machines know this one."""
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = socket.gethostbyname(socket.gethostname())
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Protocol
 
+from post_training.jobs.devices import DeviceKind
 from post_training.jobs.launchers.orders import IDLE, TAKEN, Lines, Order
 from post_training.jobs.leases import Claim
 from post_training.processes import process_identity, python_module, torch_environment
@@ -59,6 +60,10 @@ class Launcher(Protocol):
 
     def reap(self) -> None:
         """Forget idle workers that have ended."""
+        ...
+
+    def at_hand(self, kind: DeviceKind) -> bool:
+        """Whether a job on such a device can begin now though no worker could be started a while ago."""
         ...
 
     def close(self) -> None:
@@ -199,6 +204,10 @@ class LocalLauncher:
         for worker in [each for each in self._idle if each.ended() is not None]:
             self._idle.remove(worker)
             worker.kill()
+
+    def at_hand(self, kind: DeviceKind) -> bool:
+        """As `Launcher.at_hand`: a machine that has no room for processes has none for a job's model."""
+        return False
 
     def close(self) -> None:
         """As `Launcher.close`."""
