@@ -35,6 +35,7 @@ bench: $(VENV)/.bench
 	$(BIN)/python -m benchmarks.limit --write
 	$(BIN)/python -m benchmarks.service --write
 	$(BIN)/python -m benchmarks.growth --write
+	$(BIN)/python -m benchmarks.sessions --write
 
 check: $(VENV)/.test
 	$(BIN)/ruff check $(SOURCES)

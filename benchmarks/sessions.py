@@ -3,8 +3,8 @@
     python -m benchmarks.sessions
     python -m benchmarks.sessions --steps 60 --repeats 1
 
-Both train one short row a step, so that a step takes about a tenth of a second on two cores and whatever comes on top of
-it shows. In turn: the loop (model and trainer, no HTTP, no store), then `SFTClient.fit`, which sends batches ahead. Then
+Both train one short row a step, so that a step takes about a tenth of a second on two cores and whatever comes on top
+of it shows. In turn: the loop (model and trainer, no HTTP, no store), then `SFTClient.fit`, which sends ahead. Then
 a session makes long steps and saves, while `health` is asked all the time.
 """
 

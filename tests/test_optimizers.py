@@ -179,7 +179,9 @@ def test_the_room_for_momentum_is_counted(tmp_path: Path, chat_base: Path) -> No
     trainer = Trainer(model, OptimSettings(2, "sgd", momentum=0.9))
     trainer.train_step([flatten(make_rows(2))])
     spec = Bench(tmp_path, chat_base).submit("sized", rows(2))
-    directory = write_checkpoint(spec, tmp_path, Snapshot.of_job(trainer, 0, Cursor(), JobProgress(), rng_tensors()), False)
+    directory = write_checkpoint(
+        spec, tmp_path, Snapshot.of_job(trainer, 0, Cursor(), JobProgress(), rng_tensors()), False
+    )
     taken = sum(path.stat().st_size for path in directory.rglob("*") if path.is_file())
     tensors = trainer.masters.tensors.values()
     numbers = sum(t.numel() for t in tensors), len(tensors)

@@ -137,11 +137,27 @@ def test_a_silent_client_loses_its_device_and_resumes_by_id_with_its_cursor_to_t
     refused(scheduler.post("/resume_job/silent"), "conflict")
 
 
+def test_a_session_that_its_client_pauses_gives_its_device_back_at_once(scheduler: httpx.Client) -> None:
+    with opened(scheduler, "paused") as client:
+        train(client, 1, 2)
+        assert "step 2" in done(client.post("/pause"))["message"]
+    status = scheduler.get("/job_status/paused").json()
+    assert (status["status"], status["paused"], status["last_durable_step"]) == ("QUEUED", True, 2)
+    assert "paused by its client" in status["message"]
+    done(scheduler.post("/resume_job/paused"))
+    with attached(scheduler, "paused") as client:
+        assert done(client.get("/status"))["next_step"] == 3
+    done(scheduler.delete("/cancel_job/paused"))
+
+
 def test_a_stopped_server_saves_a_session_and_the_next_one_goes_on_with_it(tmp_path: Path, undisturbed: bytes) -> None:
     home = make_home(tmp_path)
-    with served(home) as (url, _), httpx.Client(base_url=url, timeout=60) as scheduler:
-        with opened(scheduler, "stopped") as client:
-            train(client, 1, 3)
+    with (
+        served(home) as (url, _),
+        httpx.Client(base_url=url, timeout=60) as scheduler,
+        opened(scheduler, "stopped") as client,
+    ):
+        train(client, 1, 3)
     with served(home) as (url, _), httpx.Client(base_url=url, timeout=60) as scheduler:
         with attached(scheduler, "stopped") as client:
             assert done(client.get("/status"))["next_step"] == 4
@@ -202,6 +218,8 @@ def test_a_checkpoint_is_verified_served_as_a_model_and_computes_what_was_valida
         assert done(client.post("/validate", json={"sequences": [{"tokens": [5, 6, 7, 8, 9]}]}))["loss"] == loss
         refused(client.post("/load_checkpoint", json={"name": "none"}), "checkpoint_not_found", 404)
     assert scheduler.get("/v1/models/tiny-sft-saved-best").status_code == 200
+    asked = {"model": "tiny-sft-saved-best", "prompt": "say red", "max_tokens": 3, "temperature": 0}
+    assert done(scheduler.post("/v1/completions", json=asked))["choices"][0]["text"]
     artifacts = scheduler.get("/v1alpha/post-training/jobs/saved/artifacts").json()["checkpoints"]
     assert artifacts[0]["training_metrics"]["validation_loss"] == 0.25
     base = AutoModelForCausalLM.from_pretrained(home / "models" / MODEL, dtype=torch.float32)

@@ -12,9 +12,10 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+import requests
 
-from tests.served_stack import served
-from tests.session_stack import CONFIG, done, make_home, opened, refused, rows
+from tests.served_stack import run_yaml_with, served
+from tests.session_stack import CONFIG, MODEL, done, make_home, opened, refused, rows
 
 
 @pytest.fixture(scope="module")
@@ -24,7 +25,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def scheduler(home: Path) -> Iterator[httpx.Client]:
-    with served(home) as (url, _), httpx.Client(base_url=url, timeout=60) as made:
+    two = run_yaml_with(home.parent, jobs={"devices": ["cpu", "cpu"]})
+    with served(home, stack=two) as (url, _), httpx.Client(base_url=url, timeout=60) as made:
         yield made
 
 
@@ -75,6 +77,18 @@ def test_a_bad_row_is_refused_by_its_number_and_its_step_number_is_free_again(se
     assert done(session.post("/train_step", json={"rows": rows(1), "step": number}))["step"] == number
 
 
+def tensor(array: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Any]:
+    data = base64.b64encode(array.tobytes()).decode()
+    shape = list(array.shape)
+    return {
+        "__type__": "torch.Tensor",
+        "__dtype__": "torch.int64",
+        "__shape__": shape,
+        "__device__": "cpu",
+        "__data__": data,
+    }
+
+
 def test_three_forms_of_one_batch_give_the_same_loss(session: httpx.Client) -> None:
     plain = done(session.post("/validate", json={"rows": rows(3)}))
     tokens = [[5, 6, 7, 8], [9, 10, 11]]
@@ -83,17 +97,6 @@ def test_three_forms_of_one_batch_give_the_same_loss(session: httpx.Client) -> N
     mask = np.zeros((2, 4), np.int64)
     for index, row in enumerate(tokens):
         padded[index, : len(row)], mask[index, : len(row)] = row, 1
-
-    def tensor(array: np.ndarray[Any, np.dtype[np.int64]]) -> dict[str, Any]:
-        data = base64.b64encode(array.tobytes()).decode()
-        shape = list(array.shape)
-        return {
-            "__type__": "torch.Tensor",
-            "__dtype__": "torch.int64",
-            "__shape__": shape,
-            "__device__": "cpu",
-            "__data__": data,
-        }
 
     proto = {
         "batch": {"input_ids": tensor(padded), "attention_mask": tensor(mask)},
@@ -140,6 +143,43 @@ def test_a_submit_that_is_sent_again_opens_one_session(scheduler: httpx.Client) 
     assert [job["job_id"] for job in scheduler.get("/list_jobs").json()["jobs"]].count("twice") == 1
     refused(scheduler.post("/submit_job", json={"job_id": "twice", "config": {**CONFIG, "seed": 9}}), "conflict")
     assert done(scheduler.delete("/cancel_job/twice"))["status"] in ("CANCELLED", "RUNNING", "STARTING")
+
+
+def test_a_body_that_is_too_large_is_refused_as_such_and_an_unknown_field_by_its_name(session: httpx.Client) -> None:
+    refused(session.post("/train_step", content=b" " * (64 * 2**20 + 1)), "too_large", 413)
+    error = refused(session.post("/train_step", json={"rows": rows(1), "learning_rate": 1}), "invalid_field")
+    assert (error["param"], error["detail"]["errors"][0]["loc"]) == ("learning_rate", ["body", "learning_rate"])
+    refused(session.post("/train_step", json={"rows": rows(1), "sequences": [{"tokens": [1, 2]}]}), "invalid_field")
+    refused(session.post("/train_step", content=b"{"), "invalid_field")
+    refused(session.get("/nothing"), "not_found", 404)
+    refused(session.get("/train_step"), "method_not_allowed", 405)
+
+
+def test_a_client_of_opentinkers_drives_a_session_as_it_always_did(scheduler: httpx.Client) -> None:
+    """By the library and with the bodies that its SchedulerClient and HTTPTrainingClient use, without step numbers."""
+    root = str(scheduler.base_url).rstrip("/")
+    always = {"enable_agent_loop": False, "wandb_key": None, "num_gpus": None}
+    config = {"model": MODEL, "lora": {"lora_rank": 4, "lora_alpha": 8, "target_modules": "all-linear", "lr": 3e-3}}
+    with requests.Session() as client:
+        submitted = client.post(f"{root}/submit_job", json={"config": config, **always}, timeout=60)
+        submitted.raise_for_status()
+        job_id = submitted.json()["job_id"]
+        while (status := client.get(f"{root}/job_status/{job_id}", timeout=60).json())["status"] != "RUNNING":
+            assert status["status"] not in ("FAILED", "CANCELLED"), status
+            time.sleep(0.1)
+        server = f"{status['server_url'].rstrip('/')}/api/v1"
+        ids = np.arange(5, 21, dtype=np.int64).reshape(2, 8)
+        batch = {"batch": {"input_ids": tensor(ids), "attention_mask": tensor(np.ones_like(ids))}}
+        data = {"batch_data": {**batch, "non_tensor_batch": {}, "meta_info": {}}}
+        steps = [client.post(f"{server}/train_step", json=data, timeout=60).json() for _ in range(2)]
+        assert [(step["status"], step["global_steps"]) for step in steps] == [("success", 1), ("success", 2)]
+        assert steps[1]["metrics"]["train/loss"] < steps[0]["metrics"]["train/loss"]
+        assert client.post(f"{server}/validate", json=data, timeout=60).json()["status"] == "success"
+        saved = client.post(f"{server}/save_checkpoint", json={}, timeout=60).json()
+        assert (saved["status"], saved["result"]["global_steps"]) == ("success", 2)
+        client.post(f"{root}/complete_job/{job_id}", timeout=60).raise_for_status()
+        while client.get(f"{root}/job_status/{job_id}", timeout=60).json()["status"] != "COMPLETED":
+            time.sleep(0.1)
 
 
 def test_unknown_sessions_and_whole_jobs_are_not_found(scheduler: httpx.Client) -> None:

@@ -121,6 +121,7 @@ def test_whatever_is_kept_comes_back_the_same(tmp_path_factory: pytest.TempPathF
 
 
 def key_of(spec: JobSpec) -> str:
+    assert spec.dataset is not None
     reader = open_rows(DATA_SOURCE.validate_python(spec.dataset.source), SourcePolicy(**spec.dataset.policy))
     content = reader.digest()
     assert content is not None

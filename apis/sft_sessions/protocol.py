@@ -13,7 +13,7 @@ from apis.sft_sessions.models import (
 )
 from apis.sft_sessions.training_models import (
     CallResponse,
-    CompleteResponse,
+    EndResponse,
     ForwardBackwardRequest,
     ForwardBackwardResponse,
     HealthResponse,
@@ -107,4 +107,10 @@ class TrainingServer(Protocol):
 
     async def heartbeat(self) -> TrainingStatusResponse: ...
 
-    async def complete(self) -> CompleteResponse: ...
+    async def complete(self) -> EndResponse:
+        """Save, wait until all checkpoints are verified, and end the session with success."""
+        ...
+
+    async def pause(self) -> EndResponse:
+        """Save and give the device back, until the scheduler is asked to resume the session."""
+        ...

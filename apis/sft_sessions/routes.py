@@ -14,7 +14,7 @@ from apis.sft_sessions.models import (
 from apis.sft_sessions.protocol import SFTSessions, TrainingServer
 from apis.sft_sessions.training_models import (
     CallResponse,
-    CompleteResponse,
+    EndResponse,
     ForwardBackwardRequest,
     ForwardBackwardResponse,
     HealthResponse,
@@ -119,5 +119,9 @@ def _add_checkpoints(router: APIRouter, impl: TrainingServer) -> None:
         return await impl.checkpoints()
 
     @router.post("/complete")
-    async def complete() -> CompleteResponse:
+    async def complete() -> EndResponse:
         return await impl.complete()
+
+    @router.post("/pause")
+    async def pause() -> EndResponse:
+        return await impl.pause()

@@ -247,6 +247,6 @@ class TrainingStatusResponse(ResponseModel):
     phase: str | None = None
 
 
-class CompleteResponse(ResponseModel):
+class EndResponse(ResponseModel):
     status: Literal["success"] = "success"
     message: str

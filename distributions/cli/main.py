@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from distributions.cli import datasets, keys, models, post_training
+from distributions.cli import datasets, keys, models, post_training, sft
 from distributions.cli.groups import RootGroup
 from distributions.cli.output import Connection
 
@@ -15,6 +15,7 @@ app = typer.Typer(cls=RootGroup, no_args_is_help=True, rich_markup_mode=None, pr
 # Listed here, loaded by RootGroup.
 app.add_typer(typer.Typer(), name="stack", help="Start a stack; list templates, APIs and providers.")
 app.add_typer(post_training.app, name="post_training", help="Start, watch and stop fine-tuning jobs.")
+app.add_typer(sft.app, name="sft", help="Fine-tune step by step, with the data and the loop on this machine.")
 app.add_typer(datasets.app, name="datasets", help="Register data and look at its rows.")
 app.add_typer(models.app, name="models", help="See, import and export models.")
 app.add_typer(keys.app, name="keys", help="Make, list and revoke API keys of a stack on this machine.")

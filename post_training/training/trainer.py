@@ -186,9 +186,7 @@ class Trainer:
 
     def restart_optimizer(self) -> None:
         """Go on with the weights as they are and an optimizer and schedule that have seen no step."""
-        self._optimizer = create_optimizer(
-            self.settings, self.masters, fused=self.model.computation.kernels != "plain"
-        )
+        self._optimizer = create_optimizer(self.settings, self.masters, fused=self.model.computation.kernels != "plain")
         self.step = 0
 
     def load_state(self, tensors: dict[str, Tensor], meta: dict[str, Any]) -> None:

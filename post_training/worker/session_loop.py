@@ -69,6 +69,8 @@ def run_session(
                 raise
             for call in session.completing:
                 call.answer.set_result({"message": "the session is completed"})
+            for call in session.pausing:
+                call.answer.set_result({"message": f"the session is paused, saved at step {session.durable}"})
             session.calls.end(Unavailable("the session is over on this server; ask the scheduler for its status"))
 
 
@@ -158,7 +160,7 @@ class _Serving:
             return None
         if self._to_be_completed():
             return self._completed()
-        if self._server.silent_for() > self._settings.lease_seconds:
+        if session.pausing or self._server.silent_for() > self._settings.lease_seconds:
             self._save_before_going()
             return _store_paused
         return None
@@ -240,7 +242,8 @@ def _store_paused(session: Session) -> None:
         find_job(store, lease.job_uuid).paused = True
 
     silence = f"its client was silent for {session.spec.session.lease_seconds:g} s"
-    lease.finish(JobStatus.scheduled, f"{silence}; saved at step {session.durable}", also=pause)
+    why = "paused by its client" if session.pausing else silence
+    lease.finish(JobStatus.scheduled, f"{why}; saved at step {session.durable}", also=pause)
 
 
 def _why(error: BaseException, lease: Lease) -> PostgradError:

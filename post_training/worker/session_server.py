@@ -27,7 +27,7 @@ import uvicorn
 from apis.sft_sessions.training_models import (
     Batch,
     CallResponse,
-    CompleteResponse,
+    EndResponse,
     ForwardBackwardRequest,
     ForwardBackwardResponse,
     HealthResponse,
@@ -198,8 +198,11 @@ class SessionCalls:
         named = [told(self._session, row) for row in rows if row.name is not None]
         return ListCheckpointsResponse(checkpoints=[SessionCheckpoint.model_validate(each) for each in named])
 
-    async def complete(self) -> CompleteResponse:
-        return CompleteResponse(**await self._answer(self._looking("complete", None, None)))
+    async def complete(self) -> EndResponse:
+        return EndResponse(**await self._answer(self._looking("complete", None, None)))
+
+    async def pause(self) -> EndResponse:
+        return EndResponse(**await self._answer(self._looking("pause", None, None)))
 
     async def _step(self, kind: str, request: ForwardBackwardRequest, lr: float | None) -> Answer:
         self._calls.check(request.step)  # before the work of reading the batch

@@ -88,7 +88,7 @@ class Session:
         durable: the number of the newest call that a checkpoint holds.
         unverified: recorded checkpoints with a name that nobody verifies yet, oldest first.
         awaited: saves whose answer waits for the checkpoint of this number to be announced.
-        completing: calls that wait for the session's end.
+        completing, pausing: calls that wait for the session's end, or for its pause.
     """
 
     lease: Lease
@@ -103,6 +103,7 @@ class Session:
     unverified: deque[CheckpointRow] = field(default_factory=deque[CheckpointRow])
     awaited: list[tuple[int, Call]] = field(default_factory=list[tuple[int, Call]])
     completing: list[Call] = field(default_factory=list[Call])
+    pausing: list[Call] = field(default_factory=list[Call])
 
     def status(self) -> dict[str, Any]:
         """The live part of what `TrainingStatusResponse` tells; asked for from any thread."""

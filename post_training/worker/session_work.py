@@ -250,6 +250,10 @@ def _complete(session: Session, call: Call) -> None:
     session.completing.append(call)
 
 
+def _pause(session: Session, call: Call) -> None:
+    session.pausing.append(call)
+
+
 def _batches(session: Session, rows: list[TokenizedRow]) -> list[FlatBatch]:
     return list(micro_batches(rows, session.spec.worker.micro_batch_tokens))
 
@@ -280,4 +284,5 @@ _WORK: dict[str, Callable[[Session, Call], Answer | None]] = {
     "save_checkpoint": _save_checkpoint,
     "load_checkpoint": _load_checkpoint,
     "complete": _complete,
+    "pause": _pause,
 }

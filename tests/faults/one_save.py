@@ -46,6 +46,7 @@ class OneSave:
         self._spec = self.bench.submit("saved", rows(2), save_total_limit=5)
         claim = self.bench.claim()
         self._lease = Lease(self.bench.store, claim.job_uuid, claim.owner)
+        assert self._spec.dataset is not None
         data = tokenize(self._spec, self._spec.dataset).rows
         self._trainer = Trainer(setup.load_model(self._spec, "cpu"), OptimSettings(3, lr=1e-2))
         announcer = Announcer(self._lease, self._spec, home)
