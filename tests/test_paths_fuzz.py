@@ -113,8 +113,8 @@ BODIES: dict[str, dict[str, Any]] = {
     "/inference/completion": {"model_id": MODEL, "content": "hi"},
 }
 NAMES = {
-    "job_uuid", "job_id", "lora_adapter_path", "model", "checkpoint_dir", "dataset_id", "validation_dataset_id", "uri", "url", "model_id",
-    "provider_model_id", "provider_id", "finetuned_model",
+    "job_uuid", "job_id", "model", "checkpoint_dir", "dataset_id", "validation_dataset_id", "uri", "url", "model_id",
+    "provider_model_id", "provider_id", "finetuned_model", "lora_adapter_path",
 }  # fmt: skip
 PATHS = {"uri", "url", "checkpoint_dir"}
 
