@@ -12,7 +12,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
+from sqlalchemy import select
 
 from apis.errors import RunConfigInvalid
 from distributions.run_config import load_run_config
@@ -20,8 +22,11 @@ from post_training.jobs.launchers.ray import RayLauncher, RaySettings, ray_slots
 from post_training.jobs.launchers.ray_link import LOOPBACK_ONLY
 from post_training.jobs.launchers.ray_messages import HOME_MARKER
 from post_training.jobs.scheduler import Scheduler, SchedulerSettings, local_scheduler
+from post_training.jobs.spec import SessionSettings
 from post_training.jobs.tables import JobRow
 from post_training.processes import process_identity
+from post_training.session_tokens import token_digest
+from post_training.sessions import server_url
 from tests.job_bench import PROVIDER, Bench, rows
 from tests.tiny_llama import save_tiny_llama
 
@@ -203,6 +208,35 @@ def test_a_restarted_server_finds_a_worker_on_another_node_again_and_can_stop_it
     assert bench.job("one").status == "scheduled"
     assert max(bench.store.recorded_steps("one")) >= done
     assert bench.store.transitions("one")[-1].reason == "the server stopped; the job waits for its next start"
+
+
+@needs_ray
+def test_a_session_is_served_on_a_node_and_goes_on_on_another_when_that_is_lost(bench: RayBench, cluster: Any):
+    job = bench.submit("stepped", rows(1), save_every_n_steps=1)
+    settings = SessionSettings(token_sha256=token_digest("secret"), lease_seconds=300, window=4)
+    with bench.store.database.session() as session:
+        row = session.scalars(select(JobRow)).one()
+        row.spec = job.model_copy(update={"dataset": None, "session": settings}).model_dump(mode="json")
+        row.is_session = True
+    bench.serve(cluster.address)
+    with training_server(bench, "stepped") as client:
+        assert client.post("/train_step", json={"rows": rows(2), "step": 1}).json()["step"] == 1
+        until(lambda: client.get("/status").json()["last_durable_step"] == 1)
+    cluster.remove_node(node_of(cluster, bench.pid("stepped")), allow_graceful=False)
+    add_node(cluster)
+    until(lambda: bench.job("stepped").attempt == 2)
+    with training_server(bench, "stepped") as client:
+        assert client.get("/status").json()["next_step"] == 2
+        assert client.post("/train_step", json={"rows": rows(2), "step": 2}).json()["global_steps"] == 2
+        assert client.post("/complete").status_code == 200
+    bench.completed("stepped")
+
+
+@contextmanager
+def training_server(bench: RayBench, job_uuid: str) -> Iterator[httpx.Client]:
+    url = until(lambda: server_url(bench.job(job_uuid)))
+    with httpx.Client(base_url=f"{url}/api/v1", headers={"authorization": "Bearer secret"}, timeout=60) as client:
+        yield client
 
 
 @needs_ray
