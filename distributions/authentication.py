@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from datetime import datetime, timedelta
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import anyio
 import anyio.to_thread
@@ -34,6 +35,7 @@ log = logging.getLogger(__name__)
 
 OPEN_PATHS = frozenset({"/v1/health", "/alpha/health", "/v1alpha/admin/health"})
 HASH_PREFIX = "sha256:"
+_READING = ("GET", "HEAD", "OPTIONS")
 FRESH_SECONDS = 1.0
 """So old the keys that a server knows may be; a key is good for no longer after it was revoked."""
 
@@ -215,12 +217,16 @@ def _check_loopback_name(scope: Scope) -> None:
     """Refuse a request that does not name this machine as its host.
 
     A page of another site can have its own name resolve to 127.0.0.1 and then send requests from the visitor's browser
-    as if they came from the same site (DNS rebinding); its name still stands in their Host header.
+    as if they came from the same site (DNS rebinding); its name still stands in their Host header. Without that it can
+    send what it may not read the answer of, such as a cancel; browsers say in Origin where that comes from.
     """
     if not is_loopback(_host_name(Headers(scope=scope).get("host", ""))):
         raise InvalidField(
             "this server has no API key, so it answers only under 127.0.0.1, localhost or ::1", param="Host"
         )
+    origin = Headers(scope=scope).get("origin")
+    if origin is not None and scope["method"] not in _READING and not is_loopback(urlsplit(origin).hostname or ""):
+        raise InvalidField("this server has no API key, so it takes nothing from pages of other sites", param="Origin")
 
 
 def _host_name(header: str) -> str:

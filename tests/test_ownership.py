@@ -455,6 +455,19 @@ async def test_a_name_that_a_key_gave_takes_nothing_from_the_administrator(datab
     assert found(models, ADMINISTRATOR, names[2]) == "base-sft-a-0"
 
 
+async def test_each_key_can_register_its_own_checkpoint_under_the_short_name(database: Database, tmp_path: Path):
+    """As clients of Llama Stack do after a job, to chat with what it trained."""
+    models = models_with_jobs(database, tmp_path)
+    request = RegisterModelRequest(model_id="base-sft-0", metadata={"llama_model": "base"})
+    for caller, own_checkpoint in ((ALICE, "base-sft-a-0"), (BOB, "base-sft-b-0"), (ALICE, "base-sft-a-0")):
+        with acting_as(caller):
+            registered = await models.register_model(request)
+        assert registered.identifier == "base-sft-0"
+        assert found(models, caller, "base-sft-0") == own_checkpoint
+    with refused_as(Conflict, BOB):
+        await models.register_model(RegisterModelRequest(model_id="base-sft-0", provider_model_id="base"))
+
+
 def test_an_id_that_another_has_is_refused_whoever_asks(database: Database, tmp_path: Path):
     """As it is to a job that gives a directory and an id for what lies there."""
     models = models_with_jobs(database, tmp_path)

@@ -111,6 +111,12 @@ class ApiKeys:
         live = {bytes.fromhex(row.digest): LiveKey(row.id, row.last_used_at) for row in rows if row.revoked_at is None}
         return KeyTable(live, bool(rows))
 
+    def is_live(self, key_id: str) -> bool:
+        """Whether the key with this id is not revoked."""
+        query = select(ApiKeyRow.id).where(ApiKeyRow.id == key_id, ApiKeyRow.revoked_at.is_(None))
+        with self._database.reading() as session:
+            return session.scalar(query) is not None
+
     def any_stored(self) -> bool:
         """Whether the store has keys. It is only read, and may be of a layout before there were any."""
         with self._database.reading() as session:

@@ -231,6 +231,8 @@ class ModelCatalog:
         target = request.provider_model_id or request.model_id
         with self.database.session() as session:
             row = self._find(session, target)
+            if self._is_own_newest(session, request.model_id, target, row):
+                return self._model(request.model_id, row)
             record = self._record(session, request.model_id, target, row)
             details = {**record.details, **given}
             if details != record.details:
@@ -260,6 +262,13 @@ class ModelCatalog:
         elif current_caller() is STACK and not isinstance(taken, BaseModelRow):
             taken.owned_by = EVERYBODY
         return taken
+
+    def _is_own_newest(self, session: Session, identifier: str, target: str, row: _Model) -> bool:
+        """Whether a name that somebody else gave means the caller's own newest checkpoint to the caller, as asked."""
+        taken = session.get(AliasRow, identifier)
+        if taken is None or _seen(taken) is not None or target not in (identifier, row.identifier):
+            return False
+        return self._newest(session, identifier) is row
 
     def _unregister(self, model_id: str) -> None:
         with self.database.session() as session:

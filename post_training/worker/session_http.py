@@ -10,9 +10,11 @@ import threading
 import time
 from collections.abc import Callable
 
+import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
+from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -22,11 +24,14 @@ from apis.errors import DataInvalid, InvalidField, MethodNotAllowed, NotFound, P
 from apis.faults import describe_faults, first_fault
 from apis.sft_sessions.protocol import TrainingServer
 from apis.sft_sessions.routes import TRAINING_PREFIX, create_training_router
+from post_training.owners import EVERYBODY
 from post_training.session_tokens import token_digest
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
+FRESH_SECONDS = 1.0
+"""So long a revoked key may still be taken for good."""
 OPEN_PATH = f"{TRAINING_PREFIX}/health"
 _KINDS = {kind.http_status: kind for kind in (NotFound, MethodNotAllowed, TooLarge)}
 
@@ -55,12 +60,44 @@ class Presence:
             self._last = self._monotonic()
 
 
-def create_app(impl: TrainingServer, token_sha256: str, presence: Presence) -> FastAPI:
+class OwnersKey:
+    """Whether the API key that a session belongs to is still good: read from the store at most once a second.
+
+    Args:
+        owner: its id, or what stands where no key owns the session.
+        is_live: asks the store about a key; a store that cannot be read changes nothing.
+    """
+
+    def __init__(
+        self, owner: str | None, is_live: Callable[[str], bool], monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._owner = None if owner in (None, "", EVERYBODY) else owner
+        self._is_live = is_live
+        self._monotonic = monotonic
+        self._read_at = -FRESH_SECONDS
+        self._good = True
+
+    def good(self) -> bool:
+        if self._owner is not None and self._monotonic() - self._read_at >= FRESH_SECONDS:
+            self._read_at = self._monotonic()
+            try:
+                self._good = self._is_live(self._owner)
+            except SQLAlchemyError as error:
+                logger.warning("the API keys cannot be read: %s", type(error).__name__)
+        return self._good
+
+    @property
+    def is_key(self) -> bool:
+        return self._owner is not None
+
+
+def create_app(impl: TrainingServer, token_sha256: str, presence: Presence, key: OwnersKey) -> FastAPI:
     """The routes of a training server.
 
     Args:
         token_sha256: digest of the token that every call but `health` must bring, as Bearer or as Basic's password.
         presence: told of every call that brought it.
+        key: of the session's owner; no call is taken once it is revoked.
     """
     app = FastAPI(title="Postgrad training server", docs_url=None, redoc_url=None)
     app.include_router(create_training_router(impl))
@@ -69,15 +106,15 @@ def create_app(impl: TrainingServer, token_sha256: str, presence: Presence) -> F
     app.add_exception_handler(HTTPException, _on_http)
     app.add_exception_handler(Exception, _on_bug)
     app.add_middleware(BodyLimit, limit=MAX_BODY_BYTES, answer=lambda error, _path: answer(error))
-    app.add_middleware(TokenGate, token_sha256=token_sha256, presence=presence)
+    app.add_middleware(TokenGate, token_sha256=token_sha256, presence=presence, key=key)
     return app
 
 
 class TokenGate:
     """ASGI middleware: lets in who brings the session's token, and everybody to `health`."""
 
-    def __init__(self, app: ASGIApp, token_sha256: str, presence: Presence) -> None:
-        self.app, self._digest, self._presence = app, token_sha256, presence
+    def __init__(self, app: ASGIApp, token_sha256: str, presence: Presence, key: OwnersKey) -> None:
+        self.app, self._digest, self._presence, self._key = app, token_sha256, presence, key
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http" or scope["path"] == OPEN_PATH:
@@ -85,6 +122,8 @@ class TokenGate:
         elif not self._opens(Headers(scope=scope).get("authorization", "")):
             said = "this session wants its token, which `server_url` of its job's status holds"
             await answer(Unauthorized(said))(scope, receive, send)
+        elif self._key.is_key and not await anyio.to_thread.run_sync(self._key.good):
+            await answer(Unauthorized("the API key that this session belongs to was revoked"))(scope, receive, send)
         else:
             with self._presence:
                 await self.app(scope, receive, send)

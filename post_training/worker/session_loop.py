@@ -160,10 +160,18 @@ class _Serving:
             return None
         if self._to_be_completed():
             return self._completed()
-        if session.pausing or self._server.silent_for() > self._settings.lease_seconds:
+        if (why := self._why_pause()) is not None:
             self._save_before_going()
-            return _store_paused
+            return lambda session: _store_paused(session, why)
         return None
+
+    def _why_pause(self) -> str | None:
+        if self._session.pausing:
+            return "paused by its client"
+        if self._server.revoked():
+            return "the API key that it belongs to was revoked"
+        seconds = self._settings.lease_seconds
+        return f"its client was silent for {seconds:g} s" if self._server.silent_for() > seconds else None
 
     def _save_inside(self) -> None:
         began = time.monotonic()
@@ -232,17 +240,14 @@ def _store_completed(session: Session) -> None:
     lease.finish(JobStatus.completed, "completed by its client")
 
 
-def _store_paused(session: Session) -> None:
+def _store_paused(session: Session, why: str) -> None:
     """Give the device back until the client resumes the session. Raises LeaseLost."""
     lease = session.lease
-    assert session.spec.session is not None
     release_room(lease, session.home)
 
     def pause(store: StoreSession) -> None:
         find_job(store, lease.job_uuid).paused = True
 
-    silence = f"its client was silent for {session.spec.session.lease_seconds:g} s"
-    why = "paused by its client" if session.pausing else silence
     lease.finish(JobStatus.scheduled, f"{why}; saved at step {session.durable}", also=pause)
 
 

@@ -43,6 +43,7 @@ from apis.sft_sessions.training_models import (
     ValidateRequest,
     ValidateResponse,
 )
+from post_training.catalog.keys import ApiKeys
 from post_training.data.chat import ChatTokenizer
 from post_training.data.planning import max_seq_len
 from post_training.data.session_batches import BatchReader
@@ -50,7 +51,7 @@ from post_training.data.token_rows import row_bytes
 from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import JobSpec
 from post_training.worker.session_calls import Answer, Call
-from post_training.worker.session_http import Presence, create_app
+from post_training.worker.session_http import OwnersKey, Presence, create_app
 from post_training.worker.session_state import Session
 from post_training.worker.session_work import LoadWork, SaveWork, StepWork, UpdateWork, told
 
@@ -68,13 +69,18 @@ class SessionServer:
         url: where it answers.
     """
 
-    def __init__(self, url: str, presence: Presence) -> None:
+    def __init__(self, url: str, presence: Presence, key: OwnersKey) -> None:
         self.url = url
         self._presence = presence
+        self._key = key
 
     def silent_for(self) -> float:
         """Seconds since the client's last call was answered; 0 while one is open."""
         return self._presence.silent_for()
+
+    def revoked(self) -> bool:
+        """Whether the API key that the session belongs to was revoked, to within a second."""
+        return not self._key.good()
 
 
 @contextmanager
@@ -88,7 +94,9 @@ def launch_sft_server(session: Session) -> Iterator[SessionServer]:
     settings = session.spec.session
     assert settings is not None
     presence = Presence()
-    app = create_app(SessionCalls(session), settings.token_sha256, presence)
+    store = session.lease.store
+    key = OwnersKey(store.get(session.spec.job_uuid).owned_by, ApiKeys(store.database).is_live)
+    app = create_app(SessionCalls(session), settings.token_sha256, presence, key)
     listener = _listen(settings.host)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # a log of the job tells of the job
     server = uvicorn.Server(
@@ -107,7 +115,7 @@ def launch_sft_server(session: Session) -> Iterator[SessionServer]:
     thread.start()
     try:
         _wait_until_started(server, thread)
-        yield SessionServer(_url(listener), presence)
+        yield SessionServer(_url(listener), presence, key)
     finally:
         server.should_exit = True
         thread.join(STOP_SECONDS + 1)
