@@ -127,6 +127,12 @@ def test_an_answers_message_can_be_sent_back_as_it_came(dialects: DialectServer)
             {"temperature": 0.7, "top_p": 0.9},
         ),
         ({"strategy": "top_k", "top_k": 4, "temperature": 0.5}, {"temperature": 0.5, "top_k": 4}),
+        # Upstream took the likeliest token where the temperature was not above 0.
+        ({"strategy": "top_p", "temperature": 0.0, "top_p": 0.9}, {"temperature": 0.0, "top_p": 0.9}),
+        ({"strategy": "top_k", "temperature": 0.0, "top_k": 4}, {"temperature": 0.0, "top_k": 4}),
+        ({"strategy": {"type": "top_p", "temperature": 0.0}}, {"temperature": 0.0, "top_p": 0.95}),
+        ({"strategy": {"type": "top_k", "temperature": 0, "top_k": 2}}, {"temperature": 0.0, "top_k": 2}),
+        ({"strategy": "top_p", "temperature": 1.0, "top_p": 0.0}, {"temperature": 1.0, "top_p": 0.0}),
         ({"strategy": {"type": "greedy"}, "stop": ["a"]}, {"temperature": 0.0, "stop": ["a"]}),
     ],
 )

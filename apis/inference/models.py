@@ -25,6 +25,7 @@ FinishReason = Literal["stop", "length"]
 Role = Literal["system", "developer", "user", "assistant", "tool"]
 MAX_STOPS = 16
 MAX_PROMPTS = 128
+_MOST_REPEATED = 100
 
 
 def only(*accepted: object, why: str) -> AfterValidator:
@@ -33,7 +34,8 @@ def only(*accepted: object, why: str) -> AfterValidator:
     def check(value: object) -> object:
         if value is None or value in accepted:
             return value
-        raise ValueError(f"{value!r} is not supported: {why}")
+        said = repr(value)
+        raise ValueError(f"{said if len(said) <= _MOST_REPEATED else 'this value'} is not supported: {why}")
 
     return AfterValidator(check)
 
@@ -182,8 +184,18 @@ class ChatCompletionRequest(GenerationRequest):
     store: Annotated[bool | None, only(False, why="answers are not stored")] = None
     metadata: dict[str, str] | None = Field(default=None, description="Labels; change nothing")
     service_tier: Annotated[str | None, only("auto", "default", why="there is one tier")] = None
+    functions: Annotated[list[Any] | None, only([], why="send `tools`")] = None
+    function_call: Annotated[Any, only("auto", "none", why="send `tool_choice`")] = None
+    reasoning_effort: Annotated[str | None, only("none", why="models here are not asked to reason")] = None
+    audio: Annotated[Any, only(why="answers are text")] = None
+    verbosity: Annotated[str | None, only(why="say in the prompt how long an answer shall be")] = None
+    prediction: Annotated[Any, only(why="predicted text is not used")] = None
+    web_search_options: Annotated[Any, only(why="nothing is searched for")] = None
     safety_identifier: str | None = Field(default=None, description="A label; changes nothing")
     prompt_cache_key: str | None = Field(default=None, description="A label; changes nothing")
+    prompt_cache_options: Annotated[Any, only(why="prompts are not cached")] = None
+    prompt_cache_retention: Annotated[str | None, only(why="prompts are not cached")] = None
+    moderation: Annotated[Any, only(why="answers are not moderated")] = None
 
     @model_validator(mode="after")
     def _one_limit(self) -> Self:
@@ -209,6 +221,8 @@ class CompletionRequest(GenerationRequest):
     echo: Annotated[bool | None, only(False, why="the prompt is not repeated")] = None
     logprobs: Annotated[int | None, only(why=_NO_LOGPROBS)] = None
     suffix: Annotated[str | None, only("", why="text is only generated at the end")] = None
+    guided_choice: Annotated[list[str] | None, only([], why="answers are not restricted")] = None
+    prompt_logprobs: Annotated[int | None, only(0, why=_NO_LOGPROBS)] = None
 
 
 class _WithoutNulls(ResponseModel):

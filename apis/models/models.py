@@ -19,6 +19,9 @@ class RegisterModelRequest(RequestModel):
     provider_id: Annotated[str, Field(max_length=MAX_IDENTIFIER_LENGTH)] | None = None
     metadata: JsonObject | None = None
     model_type: ModelType | None = "llm"
+    model_validation: bool | None = Field(
+        default=None, description="Whether to check that the model is there, which is always done"
+    )
 
 
 class Model(ResponseModel):

@@ -12,9 +12,12 @@ from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, ValidationInfo, computed_field, field_validator
+from pydantic import AfterValidator, Field, ValidationInfo, computed_field, field_validator
 
 from apis.common import Identifier, RequestModel, ResponseModel
+
+# A switch that clients may send as null, which means what leaving it out means.
+OffByDefault = Annotated[bool | None, AfterValidator(bool)]
 
 
 class OptimizerType(StrEnum):
@@ -93,10 +96,10 @@ class DataConfig(RequestModel):
         lt=1,
         description="This part of the rows, drawn by the seed, is validated on and not trained on; at least one row",
     )
-    packed: bool | None = Field(
+    packed: OffByDefault = Field(
         default=False, description="Fill packs of `max_seq_len` tokens with whole rows, in order"
     )
-    train_on_input: bool | None = Field(default=False, description="Supervise every message, not only the assistant's")
+    train_on_input: OffByDefault = Field(default=False, description="Supervise every message, not only the assistant's")
     max_seq_len: int | None = Field(
         default=None,
         ge=8,
@@ -192,10 +195,10 @@ class OptimizerConfig(RequestModel):
 
 
 class EfficiencyConfig(RequestModel):
-    enable_activation_checkpointing: bool | None = False
-    enable_activation_offloading: bool | None = False
-    memory_efficient_fsdp_wrap: bool | None = False
-    fsdp_cpu_offload: bool | None = False
+    enable_activation_checkpointing: OffByDefault = False
+    enable_activation_offloading: OffByDefault = False
+    memory_efficient_fsdp_wrap: OffByDefault = False
+    fsdp_cpu_offload: OffByDefault = False
 
 
 class TrainingConfig(RequestModel):
@@ -275,10 +278,10 @@ class LoraFinetuningConfig(RequestModel):
     alpha: int = Field(
         default=32, ge=1, le=65536, description="The adapter is scaled by alpha / rank, or as `use_rslora` says"
     )
-    use_dora: bool | None = Field(
+    use_dora: OffByDefault = Field(
         default=False, description="Train the length of each row of an adapted weight as well (DoRA)"
     )
-    quantize_base: bool | None = Field(
+    quantize_base: OffByDefault = Field(
         default=False,
         description="Train against a base held in 4 bits (NF4, QLoRA); adapter and merge are for the whole",
     )

@@ -63,13 +63,13 @@ class GreedyStrategy(RequestModel):
 
 class TopPStrategy(RequestModel):
     type: Literal["top_p"]
-    temperature: float | None = Field(default=None, gt=0, le=2, description="null: 1")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0: greedy; null: 1")
     top_p: float | None = Field(default=DEFAULT_TOP_P, ge=0, le=1, description="null: 0.95")
 
 
 class TopKStrategy(RequestModel):
     type: Literal["top_k"]
-    temperature: float | None = Field(default=None, gt=0, le=2, description="null: 1")
+    temperature: float | None = Field(default=None, ge=0, le=2, description="0: greedy; null: 1")
     top_k: int = Field(ge=1)
 
 
@@ -98,8 +98,9 @@ class SamplingParams(RequestModel):
         for field, without_effect in _UNUSED.items():
             given = value.get(field)
             if field in _FIELDS[name]:
-                # 0 was the default, and stood for "not set".
-                strategy |= {field: given} if given else {}
+                # Their `top_k` was 0 where it was not set; a temperature of 0 meant the likeliest token.
+                unset = given is None or (field == "top_k" and given == 0)
+                strategy |= {} if unset else {field: given}
             elif given not in without_effect:
                 raise ValueError(f"`{field}` has no effect on strategy {name!r}: leave it out, or choose another")
         return {**kept, "strategy": strategy}
@@ -110,11 +111,11 @@ class SamplingParams(RequestModel):
         match self.strategy:
             case TopPStrategy(temperature=temperature, top_p=top_p):
                 return chosen | {
-                    "temperature": temperature or 1.0,
+                    "temperature": 1.0 if temperature is None else temperature,
                     "top_p": DEFAULT_TOP_P if top_p is None else top_p,
                 }
             case TopKStrategy(temperature=temperature, top_k=top_k):
-                return chosen | {"temperature": temperature or 1.0, "top_k": top_k}
+                return chosen | {"temperature": 1.0 if temperature is None else temperature, "top_k": top_k}
         return chosen | {"temperature": 0.0}
 
 

@@ -244,7 +244,7 @@ class DatasetCatalog:
         with self._database.reading() as session:
             query = select(DatasetRow).where(visible(DatasetRow.owned_by))
             rows = session.scalars(query.order_by(DatasetRow.created_at, DatasetRow.identifier)).all()
-        return ListDatasetsResponse(data=[_dataset(row, DATA_SOURCE.validate_python(row.source)) for row in rows])
+        return ListDatasetsResponse(data=[_in_list(row) for row in rows])
 
     def _get(self, dataset_id: str) -> Dataset:
         return self._dataset(self._find(dataset_id))
@@ -372,6 +372,12 @@ def _dataset(row: DatasetRow, source: DataSource, truncated: bool = False) -> Da
         source_truncated=truncated,
         metadata=row.details,
     )
+
+
+def _in_list(row: DatasetRow) -> Dataset:
+    """A data set among others: rows that came in a request are left out, however few."""
+    source = DATA_SOURCE.validate_python(row.source)
+    return _dataset(row, source, truncated=isinstance(source, RowsDataSource))
 
 
 def _within(limit: int, rows: Iterator[Row]) -> tuple[list[Row], bool]:
