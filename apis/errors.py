@@ -52,6 +52,9 @@ class PostgradError(Exception):
         self.message = message
         self.param = param
 
+    def __str__(self) -> str:
+        return self.message
+
     def __reduce__(self) -> tuple[object, ...]:
         return (_rebuild, (type(self), self.message, dict(self.__dict__)))
 

@@ -101,6 +101,48 @@ def test_a_refused_call_leaves_its_number_to_another_body() -> None:
     assert taken(queue).digest == "good"
 
 
+def test_what_was_sent_ahead_of_a_refused_step_is_not_done_behind_the_back_of_its_sender() -> None:
+    queue, trained = CallQueue(4), list[int]()
+    ahead = [queue.submit(step(2)), queue.submit(step(3))]
+    queue.refused(1)  # its batch could not be read
+    late = step(4)
+    with pytest.raises(StepMissing, match="step 1"):
+        queue.submit(late)
+    for each in ahead:
+        with pytest.raises(StepMissing, match="step 1"):
+            each.result(0)
+    queue.submit(step(None, "by hand"))
+    work(queue, trained)
+    assert trained == [1]
+    queue.submit(step(2, "again"))
+    queue.submit(step(3, "again"))
+    work(queue, trained)
+    assert trained == [1, 2, 3]
+
+
+def test_a_mended_step_lets_those_behind_it_come_again() -> None:
+    queue, trained = CallQueue(4), list[int]()
+    queue.submit(step(1, "bad"))
+    behind = queue.submit(step(2))
+    queue.refuse(taken(queue), InvalidField("no"))
+    with pytest.raises(StepMissing):
+        behind.result(0)
+    queue.submit(step(1, "good"))
+    queue.submit(step(2))
+    work(queue, trained)
+    assert trained == [1, 2]
+
+
+def test_a_numbered_step_that_is_overtaken_is_told_so() -> None:
+    queue = CallQueue(4)
+    first = queue.submit(step(None, "first"))
+    numbered = queue.submit(step(1, "numbered"))
+    queue.finish(taken(queue), {})
+    assert first.result(0) == {}
+    with pytest.raises(Conflict, match="step 1"):
+        numbered.result(0)
+
+
 def test_calls_without_a_number_take_the_next_one_in_the_order_they_come() -> None:
     queue, trained = CallQueue(4), list[int]()
     answers = [queue.submit(step(None, digest)) for digest in "abc"]

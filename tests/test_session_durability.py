@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import statistics
 import threading
 import time
@@ -228,6 +229,41 @@ def test_a_checkpoint_is_verified_served_as_a_model_and_computes_what_was_valida
     with torch.no_grad():
         assert model(ids, labels=ids).loss.item() == pytest.approx(loss, rel=1e-5)
     completed(scheduler, "saved")
+
+
+def test_a_default_name_is_free_after_going_back_to_a_checkpoint(scheduler: httpx.Client) -> None:
+    with opened(scheduler, "back") as client:
+        train(client, 1, 2)
+        assert done(client.post("/save_checkpoint", json={}))["checkpoint"]["name"] == "step2"
+        train(client, 3, 3)
+        done(client.post("/load_checkpoint", json={"name": "step2", "step": 4}))
+        assert done(client.post("/save_checkpoint", json={}))["checkpoint"]["name"] == "step2_call4"
+        done(client.post("/load_checkpoint", json={"name": "step2", "step": 5}))
+    completed(scheduler, "back")
+    names = [
+        each["identifier"] for each in scheduler.get("/v1alpha/post-training/jobs/back/artifacts").json()["checkpoints"]
+    ]
+    assert names == ["tiny-sft-back-step2", "tiny-sft-back-step2_call4", "tiny-sft-back-step2_call5"]
+
+
+def test_a_session_that_is_to_be_completed_is_not_left_paused(scheduler: httpx.Client) -> None:
+    with opened(scheduler, "both") as client:
+        train(client, 1, 2)
+        done(scheduler.post("/complete_job/both"))
+        client.post("/pause")
+    completed(scheduler, "both")
+
+
+def test_a_request_that_stops_coming_does_not_hold_the_device(scheduler: httpx.Client) -> None:
+    with opened(scheduler, "half", lease_seconds=1) as client:
+        train(client, 1, 1)
+        url = client.base_url
+        token = httpx.URL(scheduler.get("/job_status/half").json()["server_url"]).password
+        head = f"POST /api/v1/train_step HTTP/1.1\r\nHost: {url.host}\r\nAuthorization: Bearer {token}\r\n"
+        with socket.create_connection((url.host, url.port)) as half:
+            half.sendall(f"{head}Content-Type: application/json\r\nContent-Length: 1000\r\n\r\n{{".encode())
+            assert until_paused(scheduler, "half")["last_durable_step"] == 1
+    done(scheduler.delete("/cancel_job/half"))
 
 
 def test_a_session_that_trained_nothing_cannot_be_completed_with_success(scheduler: httpx.Client) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 from datetime import datetime
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator, model_validator
+from pydantic import AfterValidator, Field, TypeAdapter, ValidatorFunctionWrapHandler, WrapValidator, model_validator
 
 from apis.common import MAX_INTEGER, JsonObject, RequestModel, ResponseModel
 from apis.sft_sessions.numbers import NO_BOOLEAN
@@ -93,8 +94,21 @@ StepNumber = Annotated[
 AfterStep = Annotated[
     Annotated[int, Field(ge=0, le=MAX_INTEGER), NO_BOOLEAN] | None, Field(description="Wait until this step is done")
 ]
+MAX_CURSOR_BYTES = 2**16
+
+
+def _short(value: dict[str, Any] | None) -> dict[str, Any] | None:
+    if value is not None and len(json.dumps(value)) > MAX_CURSOR_BYTES:
+        raise ValueError(
+            f"a cursor takes at most {MAX_CURSOR_BYTES} bytes as JSON: keep a place in the data, not the data"
+        )
+    return value
+
+
 Cursor = Annotated[
-    JsonObject | None, Field(description="Where the client is in its data; kept with the checkpoint, given back")
+    JsonObject | None,
+    AfterValidator(_short),
+    Field(description="Where the client is in its data, at most 64 KiB; kept with the checkpoint, given back"),
 ]
 Rate = Annotated[
     Annotated[float, Field(ge=0, le=10, allow_inf_nan=False), NO_BOOLEAN] | None,

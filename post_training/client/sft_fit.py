@@ -76,6 +76,10 @@ class Fit:
         except KeyboardInterrupt:
             self._leave()
             raise
+        except Exception:
+            # A step that is still on its way would be done behind the back of whoever goes on from here.
+            self._pipeline.drain()
+            raise
         finally:
             self._progress.clear()
         return FitResult(
@@ -120,16 +124,14 @@ class Fit:
 
     def _save(self) -> None:
         self._progress.doing("saving a checkpoint")
-        tries = iter((False, True))
-        self._saved.append(self._pipeline.settled(lambda: self._save_here(again=next(tries, True))))
+        self._saved.append(self._pipeline.settled(self._save_here))
 
-    def _save_here(self, *, again: bool) -> SessionCheckpoint:
-        """Save what the session holds now. Where the answer to an earlier try was lost, it may be saved already."""
+    def _save_here(self) -> SessionCheckpoint:
+        """Save what the session holds now. It may be saved already: by hand, or by a call whose answer was lost."""
         number = self._pipeline.last_number
-        if again:
-            for known in self._session.send(sft_calls.checkpoints()):
-                if known.step == number and known.state != "failed":
-                    return known
+        for known in self._session.send(sft_calls.checkpoints()):
+            if known.step == number and known.state != "failed":
+                return known
         call = sft_calls.save_checkpoint({"after_step": number, "wait": False})
         return self._session.send(call).checkpoint
 
@@ -144,7 +146,9 @@ class Fit:
         while True:
             listed = self._pipeline.settled(lambda: self._session.send(sft_calls.checkpoints()))
             known = {checkpoint.identifier: checkpoint for checkpoint in listed}
-            self._saved = [known.get(checkpoint.identifier, checkpoint) for checkpoint in self._saved]
+            # A damaged one is discarded when the session resumes.
+            self._saved = [known[each.identifier] for each in self._saved if each.identifier in known]
+            self._save_last()
             if all(checkpoint.state != "verifying" for checkpoint in self._saved):
                 break
             time.sleep(pause)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
+from contextlib import suppress
 from typing import Any, TypeVar
 
 from apis.errors import BadRequest, DataInvalid, JobFailure, PostgradError, StepMissing
@@ -86,6 +87,13 @@ class Pipeline:
                 self._send(self._next)
             else:
                 self._collect()
+
+    def drain(self) -> None:
+        """Wait until nothing that was sent is on its way, whatever becomes of it."""
+        for _, future in self._sent:
+            with suppress(PostgradError, CancelledError):
+                self._session.wait(future)
+        self._sent.clear()
 
     def settled(self, action: Callable[[], T]) -> T:
         """The result of `action` with all steps done; settled and tried again where a server was lost meanwhile."""

@@ -113,9 +113,11 @@ class JobStore:
             status = JobStatus(job.status)
             if status.terminal and status is not JobStatus.completed:
                 raise Conflict(f"session {job_uuid!r} is {status} and cannot be completed", param="job_id")
-            if not status.terminal and job.completion_requested_at is None:
+            if status.terminal:
+                return
+            job.paused = False
+            if job.completion_requested_at is None:
                 job.completion_requested_at = at = max(self.clock(), job.moved_at)
-                job.paused = False
                 add_event(session, job, at, "completion requested")
 
     def resume(self, job_uuid: str) -> None:

@@ -79,6 +79,7 @@ class CallQueue:
         self._others: list[Call] = []
         self._later: list[Call] = []
         self._running: Call | None = None
+        self._refused: int | None = None  # a number whose call was refused; none behind it waits for another one
         self._ended: PostgradError | None = None
         self._monotonic = monotonic
         self._progress_at = monotonic()
@@ -124,6 +125,7 @@ class CallQueue:
             call.arrived = self._monotonic()
             if call.changes and call.number is not None:
                 self._refuse_far(call.number)
+                self._refuse_behind(call.number)
                 self._numbered[call.number] = call
             else:
                 self._others.append(call)
@@ -156,6 +158,27 @@ class CallQueue:
         answer.set_result(done.answer)
         return answer
 
+    def refused(self, number: int | None) -> None:
+        """A call with this number came and cannot be done: what was sent ahead, behind it, is not to be done either.
+
+        Its sender may mend the call, or leave it and go on otherwise; in both cases it sends the others again.
+        """
+        if number is None:
+            return
+        with self._changed:
+            if number <= self._done:
+                return
+            self._refused = number if self._refused is None else min(number, self._refused)
+            behind = [self._numbered.pop(each) for each in list(self._numbered) if each > number]
+        for call in behind:
+            _reject(call.answer, _behind(number))
+
+    def _refuse_behind(self, number: int) -> None:
+        if self._refused is None or number <= self._refused:
+            self._refused = None
+        else:
+            raise _behind(self._refused)
+
     def _refuse_far(self, number: int | None) -> None:
         if number is not None and number > self._done + 1 + self._window:
             raise InvalidField(
@@ -179,6 +202,9 @@ class CallQueue:
             self._remove(call)
             if call.changes and call.number is None:
                 call.number = self._done + 1
+                overtaken = self._numbered.pop(call.number, None)
+                if overtaken is not None:
+                    _reject(overtaken.answer, _other_body(call.number))
             self._running = call
             return call
 
@@ -190,6 +216,7 @@ class CallQueue:
             if call.changes:
                 assert call.number is not None  # `take` gave it one
                 self._done = call.number
+                self._refused = None if self._refused is not None and self._refused <= self._done else self._refused
                 self._answers[call.number] = Done(call.digest, answer)
                 while len(self._answers) > KEPT_ANSWERS:
                     self._answers.popitem(last=False)
@@ -209,6 +236,8 @@ class CallQueue:
             self._running = None
             self._progress_at = self._monotonic()
         _reject(call.answer, error)
+        if call.changes:
+            self.refused(call.number)
 
     def end(self, error: PostgradError) -> None:
         """Answer all that wait, and all that come, with an error."""
@@ -246,6 +275,12 @@ class CallQueue:
 
 def _other_body(number: int) -> Conflict:
     return Conflict(f"step {number} was sent before with another body; each step has a number of its own", param="step")
+
+
+def _behind(number: int) -> StepMissing:
+    return StepMissing(
+        f"step {number}, which comes before, was refused: send that first, then this again", param="step"
+    )
 
 
 def _resolve(future: Future[Answer], answer: Answer) -> None:

@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse
 from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apis.body_limit import BodyLimit
 from apis.errors import DataInvalid, InvalidField, MethodNotAllowed, NotFound, PostgradError, TooLarge, Unauthorized
@@ -50,11 +50,16 @@ class Presence:
         with self._lock:
             return 0.0 if self._open else self._monotonic() - self._last
 
-    def __enter__(self) -> None:
+    def touch(self) -> None:
+        """Something came from the client just now."""
+        with self._lock:
+            self._last = self._monotonic()
+
+    def opened(self) -> None:
         with self._lock:
             self._open += 1
 
-    def __exit__(self, *_: object) -> None:
+    def closed(self) -> None:
         with self._lock:
             self._open -= 1
             self._last = self._monotonic()
@@ -125,8 +130,27 @@ class TokenGate:
         elif self._key.is_key and not await anyio.to_thread.run_sync(self._key.good):
             await answer(Unauthorized("the API key that this session belongs to was revoked"))(scope, receive, send)
         else:
-            with self._presence:
-                await self.app(scope, receive, send)
+            await self._serve(scope, receive, send)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a call; it is open once all of it is here. One that stops coming is no sign of a client."""
+        opened = False
+        self._presence.touch()
+
+        async def watch() -> Message:
+            nonlocal opened
+            message = await receive()
+            self._presence.touch()
+            if not opened and message["type"] == "http.request" and not message.get("more_body", False):
+                opened = True
+                self._presence.opened()
+            return message
+
+        try:
+            await self.app(scope, watch, send)
+        finally:
+            if opened:
+                self._presence.closed()
 
     def _opens(self, header: str) -> bool:
         kind, _, value = header.partition(" ")

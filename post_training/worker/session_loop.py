@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from sqlalchemy.orm import Session as StoreSession
 
-from apis.errors import Conflict, NothingTrained, PostgradError, Unavailable
+from apis.errors import Conflict, DiskFull, NothingTrained, PostgradError, Unavailable
 from apis.post_training.models import JobStatus
 from post_training.checkpoints.space import FreeBytes, check_start, free_bytes
 from post_training.checkpoints.state import restore_rng
@@ -175,10 +175,13 @@ class _Serving:
 
     def _save_inside(self) -> None:
         began = time.monotonic()
-        save_to_resume(self._session)
-        seconds = time.monotonic() - began
-        self._timer.saved(seconds)
-        self._session.lease.update(message=f"saved step {self._session.durable} in {seconds:.1f} s")
+        try:
+            save_to_resume(self._session)
+            message = f"saved step {self._session.durable} in {time.monotonic() - began:.1f} s"
+        except DiskFull as error:
+            message = f"step {self._session.boundary.number} was not saved: {error.message}"
+        self._timer.saved(time.monotonic() - began)
+        self._session.lease.update(message=message)
 
     def _settle(self) -> None:
         """Announce what has been verified, begin to verify what comes next, and answer those who waited for it."""
@@ -246,7 +249,8 @@ def _store_paused(session: Session, why: str) -> None:
     release_room(lease, session.home)
 
     def pause(store: StoreSession) -> None:
-        find_job(store, lease.job_uuid).paused = True
+        job = find_job(store, lease.job_uuid)
+        job.paused = job.completion_requested_at is None  # else it takes a device once more, to be completed
 
     lease.finish(JobStatus.scheduled, f"{why}; saved at step {session.durable}", also=pause)
 

@@ -24,6 +24,7 @@ import anyio
 import anyio.to_thread
 import uvicorn
 
+from apis.errors import BadRequest
 from apis.sft_sessions.training_models import (
     Batch,
     CallResponse,
@@ -214,7 +215,11 @@ class SessionCalls:
 
     async def _step(self, kind: str, request: ForwardBackwardRequest, lr: float | None) -> Answer:
         self._calls.check(request.step)  # before the work of reading the batch
-        rows = await self._read(request)
+        try:
+            rows = await self._read(request)
+        except BadRequest:
+            self._calls.refused(request.step)
+            raise
         digest = _digest(kind, rows, [lr, request.cursor])
         return await self._changing(kind, StepWork(rows, lr, request.cursor), request.step, digest)
 

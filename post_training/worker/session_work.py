@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from apis.errors import BadRequest, CheckpointNotFound, Conflict, NonFiniteLoss
+from apis.errors import BadRequest, CheckpointNotFound, Conflict, DiskFull, NonFiniteLoss
 from apis.post_training.models import PostTrainingMetric
 from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.layout import TRAINING_STATE, check_files
@@ -64,14 +64,14 @@ class LoadWork:
 def do(session: Session, call: Call) -> None:
     """Do one call and answer it, now or later.
 
-    What is wrong with a call is its answer, and its number is free again.
+    What is wrong with a call is its answer, and its number is free again. A save that finds no room can be tried again.
 
     Raises:
         PostgradError, Interrupted: what ends the session.
     """
     try:
         answer = _WORK[call.kind](session, call)
-    except (BadRequest, CheckpointNotFound) as error:
+    except (BadRequest, CheckpointNotFound, DiskFull) as error:
         session.calls.refuse(call, error)
         return
     if answer is None:
@@ -116,7 +116,10 @@ def save_to_resume(session: Session) -> None:
 
 
 def default_name(session: Session) -> str:
-    return f"step{session.trainer.step}"
+    """By the updates that were made. After going back to a checkpoint there may be one of as many; then by the call."""
+    name, number = f"step{session.trainer.step}", session.boundary.number
+    taken = {row.name for row in session.rows() if row.step != number}
+    return name if name not in taken else f"{name}_call{number}"
 
 
 def told(session: Session, row: CheckpointRow) -> Answer:
