@@ -12,6 +12,7 @@ import ipaddress
 import json
 import logging
 import socket
+import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
@@ -60,6 +61,7 @@ logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
+SWITCH_SECONDS = 0.0005
 BACKLOG = 128
 
 
@@ -112,6 +114,10 @@ def launch_sft_server(session: Session) -> Iterator[SessionServer]:
             timeout_graceful_shutdown=int(STOP_SECONDS),
         )
     )
+    # The main thread takes the interpreter back between two operations of the model; by default it would wait up to
+    # 5 ms for it each time while a batch is read here.
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(SWITCH_SECONDS)
     thread = threading.Thread(target=server.run, args=([listener],), name="training-server", daemon=True)
     thread.start()
     try:
@@ -121,6 +127,7 @@ def launch_sft_server(session: Session) -> Iterator[SessionServer]:
         server.should_exit = True
         thread.join(STOP_SECONDS + 1)
         listener.close()
+        sys.setswitchinterval(interval)
 
 
 def _listen(host: str) -> socket.socket:
