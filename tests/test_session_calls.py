@@ -133,6 +133,16 @@ def test_a_mended_step_lets_those_behind_it_come_again() -> None:
     assert trained == [1, 2]
 
 
+def test_a_step_before_a_refused_one_lets_nothing_behind_it_through() -> None:
+    queue, trained = CallQueue(4), list[int]()
+    queue.refused(2)
+    queue.submit(step(1))
+    with pytest.raises(StepMissing, match="step 2"):
+        queue.submit(step(3))
+    work(queue, trained)
+    assert trained == [1]
+
+
 def test_a_numbered_step_that_is_overtaken_is_told_so() -> None:
     queue = CallQueue(4)
     first = queue.submit(step(None, "first"))

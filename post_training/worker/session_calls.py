@@ -174,10 +174,10 @@ class CallQueue:
             _reject(call.answer, _behind(number))
 
     def _refuse_behind(self, number: int) -> None:
-        if self._refused is None or number <= self._refused:
-            self._refused = None
-        else:
+        if self._refused is not None and number > self._refused:
             raise _behind(self._refused)
+        if number == self._refused:  # one before it does not mend it
+            self._refused = None
 
     def _refuse_far(self, number: int | None) -> None:
         if number is not None and number > self._done + 1 + self._window:

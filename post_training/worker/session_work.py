@@ -64,7 +64,8 @@ class LoadWork:
 def do(session: Session, call: Call) -> None:
     """Do one call and answer it, now or later.
 
-    What is wrong with a call is its answer, and its number is free again. A save that finds no room can be tried again.
+    What is wrong with a call is its answer, and its number is free again. A save that finds no room can be tried again;
+    a step whose numbers find none in the store was made, and ends the session.
 
     Raises:
         PostgradError, Interrupted: what ends the session.
@@ -72,6 +73,8 @@ def do(session: Session, call: Call) -> None:
     try:
         answer = _WORK[call.kind](session, call)
     except (BadRequest, CheckpointNotFound, DiskFull) as error:
+        if call.changes and isinstance(error, DiskFull):
+            raise
         session.calls.refuse(call, error)
         return
     if answer is None:
