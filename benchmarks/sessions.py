@@ -32,7 +32,7 @@ from post_training.jobs.devices import usable_cores
 SKIP = 5
 LONGEST = 96
 ROWS = 400
-KERNELS = "fused"
+KERNELS = "compiled"
 
 
 @dataclass(frozen=True)

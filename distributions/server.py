@@ -41,13 +41,12 @@ from distributions.resolver import PlannedProvider, plan
 from distributions.run_config import LoggingConfig, StackRunConfig
 from distributions.stack import Stack, build_stack
 from post_training.catalog.keys import ApiKeys
+from post_training.listening import listen, url_of
 from providers.registry import BUILT_IN
 from providers.spec import ProviderSpec
 
 KEY_VARIABLE = "POSTGRAD_API_KEY"
 STREAM_GRACE_SECONDS = 2
-UNREAD_SECONDS = 60
-_BACKLOG = 2048
 
 
 def create_app(stack: Stack, api_key: str | None = None) -> FastAPI:
@@ -160,33 +159,21 @@ def check_exposure(host: str, api_key: str | None, has_keys: Callable[[], bool] 
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A bound socket, not yet listening. Port 0 takes any free one.
+    """A socket that listens. Port 0 takes any free one.
 
     Raises:
         PortBusy: something else has the port.
         StackError: the host is not an address of this machine.
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    # Not by protocol 0, the default: asyncio turns Nagle's algorithm off only for sockets that say they are TCP, and
-    # with it each answer on a kept connection would wait 40 ms for an acknowledgement.
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    if hasattr(socket, "TCP_USER_TIMEOUT"):
-        # Else a reader that takes nothing keeps its connection for ever: closing waits for what is still to be sent.
-        listener.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, UNREAD_SECONDS * 1000)
     try:
-        listener.bind((host, port))
-        # Bound alone does not keep another process out: two may bind with SO_REUSEADDR, only one may listen.
-        listener.listen(_BACKLOG)
+        return listen(host, port)
     except OSError as error:
-        listener.close()
         if error.errno == errno.EADDRINUSE or isinstance(error, PermissionError):
             raise PortBusy(
                 f"port {port} on {host} cannot be taken ({error.strerror}): stop what listens there, "
                 "or choose another with --port"
             ) from error
         raise StackError(f"cannot serve on {host}:{port}: {error.strerror}") from error
-    return listener
 
 
 class _Server(uvicorn.Server):
@@ -227,7 +214,7 @@ async def _serve(
     on_ready: Callable[[str], None],
 ) -> None:
     stack = await build_stack(config, planned)
-    url = _url(listener)
+    url = url_of(*listener.getsockname()[:2])
     settings = uvicorn.Config(
         create_app(stack, api_key),
         lifespan="off",
@@ -243,11 +230,6 @@ async def _serve(
         await _Server(settings, stack, lambda: on_ready(url)).serve(sockets=[listener])
     finally:
         await stack.shutdown()
-
-
-def _url(listener: socket.socket) -> str:
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def configure_logging(config: LoggingConfig | None = None) -> None:

@@ -107,8 +107,9 @@ class SessionService:
 
     def _submit(self, request: SubmitJobRequest, job_id: str) -> None:
         body = request_hash(request)
-        if not self._store.find_submitted(job_id, body):
-            self._store.submit(self._spec(request, job_id), body, max_queued=self._scheduler.settings.max_queued)
+        with _in_words_of_the_config(request.config):
+            if not self._store.find_submitted(job_id, body):
+                self._store.submit(self._spec(request, job_id), body, max_queued=self._scheduler.settings.max_queued)
 
     def _spec(self, request: SubmitJobRequest, job_id: str) -> JobSpec:
         config = request.config
@@ -124,9 +125,7 @@ class SessionService:
                 if (value := getattr(config, name)) is not None
             },
         )
-        job = self._as_job(request, job_id)
-        with _in_words_of_the_config(config):
-            spec = self._specs.session(job, settings)
+        spec = self._specs.session(self._as_job(request, job_id), settings)
         token = session_token(self._home, job_id, spec.created_at.isoformat())
         worker = spec.worker if config.kernels == "auto" else spec.worker.model_copy(update={"kernels": config.kernels})
         session = settings.model_copy(update={"token_sha256": token_digest(token)})
@@ -160,7 +159,11 @@ class SessionService:
         return kind
 
     def _session(self, job_id: str) -> JobRow:
-        job = self._store.get(job_id)
+        try:
+            job = self._store.get(job_id)
+        except JobNotFound as error:
+            error.param = "job_id"
+            raise
         if not job.is_session:
             raise JobNotFound(
                 f"job {job_id!r} is a whole job and no session: see it with post_training", param="job_id"
@@ -259,6 +262,8 @@ def _in_words_of_the_config(config: SessionConfig) -> Iterator[None]:
 def _in_config(field: str, config: SessionConfig) -> str:
     if field in ("job_id", "job_uuid"):
         return "job_id"
+    if field == "num_gpus":
+        return field
     if config.lora is not None and field.startswith("algorithm_config."):
         return f"config.lora.{_LORA_FIELDS.get(field.removeprefix('algorithm_config.'), 'target_modules')}"
     for place in ("training_config.data_config.", "training_config.efficiency_config.", "training_config."):

@@ -20,7 +20,7 @@ from post_training.data.batching import flatten
 from post_training.training.model import LoraSettings, ModelConfig
 from post_training.training.optim import OptimSettings, learning_rate
 from post_training.training.trainer import Trainer
-from post_training.worker import announcing, job_loop
+from post_training.worker import announcing, progress
 from post_training.worker.resume import Cursor
 from post_training.worker.saving import Snapshot, write_checkpoint
 from post_training.worker.setup import optim_settings
@@ -326,7 +326,7 @@ def test_the_count_in_a_row_goes_on_over_an_epochs_end(
     tmp_path: Path, chat_base: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     bench = _bench(tmp_path, chat_base, monkeypatch)
-    monkeypatch.setattr(job_loop, "MAX_SKIPPED_IN_A_ROW", 4)
+    monkeypatch.setattr(progress, "MAX_SKIPPED_IN_A_ROW", 4)
     # The end of the first epoch and the beginning of the second are three in a row, then four.
     options: dict[str, Any] = {"n_epochs": 2, "data_config": {"batch_size": 1, "shuffle": False}}
     three = bench.run(bench.submit("three", [*_some_overflow(4, range(2)), *_some_overflow(1, range(1))], **options))

@@ -11,24 +11,30 @@ from pydantic_core import InitErrorDetails, PydanticCustomError
 _RL = "belongs to reinforcement learning, and a session fine-tunes on given answers: leave it out"
 _CLIENT = "is the client's own affair: leave it out of what is submitted"
 _MODEL = "is not needed, for a model brings its own: name the model in `model`"
-_FOREIGN: dict[str, str] = (
+# What neither a session nor its client has a use for.
+USELESS: dict[str, str] = (
     dict.fromkeys(
         (
             *("temperature", "top_p", "top_k", "max_new_tokens", "max_prompt_tokens", "repetition_penalty"),
-            *("algorithm", "adv_estimator", "rollout_n", "kl", "reward", "interaction", "multi_turn"),
-            *("agent_num_workers", "enable_agent_loop", "tool_config_path"),
+            *("generation_config", "algorithm", "adv_estimator", "rollout_n", "kl", "reward", "reward_model", "critic"),
+            *("interaction", "multi_turn", "agent_num_workers", "enable_agent_loop", "tool_config_path"),
+            *("enable_tracing", "weave_project"),
         ),
         _RL,
     )
+    | dict.fromkeys(("tokenizer_path", "processor_path"), _MODEL)
+    | {"num_workers": "is not taken: rows are read by one process, ahead of the steps"}
+)
+_FOREIGN: dict[str, str] = (
+    USELESS
     | dict.fromkeys(
         (
-            *("data_path", "val_data_path", "batch_size", "val_batch_size", "num_workers"),
+            *("data_path", "val_data_path", "batch_size", "val_batch_size"),
             *("num_epochs", "num_steps", "save_freq", "test_freq", "logger_backends"),
-            *("scheduler_url", "scheduler_api_key", "server_url", "enable_tracing", "weave_project", "wandb_key"),
+            *("scheduler_url", "scheduler_api_key", "server_url", "wandb_key"),
         ),
         _CLIENT,
     )
-    | dict.fromkeys(("tokenizer_path", "processor_path"), _MODEL)
     | {"num_gpus": "stands beside `config`, not in it", "job_type": "stands beside `config`, not in it"}
 )
 

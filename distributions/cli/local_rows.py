@@ -3,20 +3,15 @@
 from __future__ import annotations
 
 import hashlib
-import io
 import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from apis.errors import DataInvalid, DatasetNotFound, FileMissing, InvalidField
+from apis.errors import DatasetNotFound, InvalidField
 
 if TYPE_CHECKING:
     from apis.datasets.models import Row
     from post_training.client import StackClient
-    from post_training.data.records import RecordKind
-
-_KINDS: dict[str, RecordKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
-_READABLE = ", ".join(_KINDS)
 
 
 def read_rows(path: Path) -> list[Row]:
@@ -26,7 +21,9 @@ def read_rows(path: Path) -> list[Row]:
         FileMissing: there is no such file.
         DataInvalid: it cannot be read, has no rows, or a row is not an object; the row is named.
     """
-    return _parse(path, _content(path))
+    from post_training.data.local_files import read_local
+
+    return read_local(path)[0]
 
 
 def read_source(path: Path) -> tuple[dict[str, Any], str]:
@@ -35,9 +32,11 @@ def read_source(path: Path) -> tuple[dict[str, Any], str]:
     So the same file is the same data set however often it is sent, and a changed one never takes its place. Raises as
     `read_rows` does.
     """
-    content = _content(path)
+    from post_training.data.local_files import read_local
+
+    rows, content = read_local(path)
     identifier = f"{slug(path.stem)}-{hashlib.sha256(content).hexdigest()[:12]}"
-    return {"type": "rows", "rows": _parse(path, content)}, identifier
+    return {"type": "rows", "rows": rows}, identifier
 
 
 def dataset_of(client: StackClient, value: str) -> str:
@@ -61,28 +60,3 @@ def dataset_of(client: StackClient, value: str) -> str:
 def slug(name: str, longest: int = 60) -> str:
     """A name as part of an id: other characters than an id may hold become `-`."""
     return re.sub(r"[^A-Za-z0-9_.]+", "-", name).strip("-.")[:longest].rstrip("-.") or "data"
-
-
-def _content(path: Path) -> bytes:
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise FileMissing(f"there is no file {str(path)!r}; check the path") from None
-    except OSError as error:
-        raise DataInvalid(f"cannot read {str(path)!r}: {error.strerror}") from None
-
-
-def _parse(path: Path, content: bytes) -> list[Row]:
-    from post_training.data.records import parse_records
-
-    kind = _KINDS.get(path.suffix.lower())
-    if kind is None:
-        raise DataInvalid(f"cannot tell how to read {str(path)!r}; convert it to one of {_READABLE}")
-    try:
-        rows = list(parse_records(io.BytesIO(content), kind))
-    except DataInvalid as error:
-        error.message = f"{path}: {error.message}"
-        raise
-    if not rows:
-        raise DataInvalid(f"{str(path)!r} has no rows; a data set needs at least one")
-    return rows

@@ -163,7 +163,7 @@ def _fit(client: SFTClient, file: RunFile, job_id: str | None, resume: str | Non
                 tracker=tracker,
             )
         except KeyboardInterrupt:
-            _say_how_to_go_on(identifier)
+            _say_how_to_go_on(client, identifier)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except JobFailure:
             if _cancelled(client, identifier):
@@ -171,7 +171,7 @@ def _fit(client: SFTClient, file: RunFile, job_id: str | None, resume: str | Non
                 raise typer.Exit(EXIT_CANCELLED) from None
             raise
         except PostgradError:
-            _say_how_to_go_on(identifier)
+            _say_how_to_go_on(client, identifier)
             raise
 
 
@@ -206,9 +206,19 @@ def _cancelled(client: SFTClient, job_id: str) -> bool:
         return False
 
 
-def _say_how_to_go_on(job_id: str) -> None:
+def _say_how_to_go_on(client: SFTClient, job_id: str) -> None:
+    """Nothing where there is nothing to go on with: it never was, or has ended."""
+    from apis.errors import PostgradError
+
+    try:
+        status = client.job_status(job_id)
+    except PostgradError:
+        return
+    if status.completed_at is not None:
+        return
+    where = "is saved and paused" if status.paused else "goes on waiting, and is paused once its lease is over"
     print(
-        f"Session {job_id} keeps its device until its lease is over, then it waits.\n"
+        f"Session {job_id} {where}.\n"
         f"  go on:      postgrad sft run CONFIG --resume {job_id}\n"
         f"  cancel it:  postgrad sft cancel {job_id}",
         file=sys.stderr,

@@ -13,21 +13,10 @@ from pydantic import BaseModel, Field, SecretStr, ValidationError
 
 from apis.common import RequestModel
 from apis.errors import FileMissing, InvalidField, NotSupported
+from apis.sft_sessions.foreign_keys import USELESS
 from apis.sft_sessions.models import SessionConfig
 from post_training.client.errors import invalid_request
 from post_training.client.tracking import Backend
-
-_REINFORCEMENT = (
-    "algorithm adv_estimator rollout_n temperature top_p top_k max_new_tokens max_prompt_tokens repetition_penalty "
-    "generation_config interaction multi_turn enable_agent_loop tool_config_path enable_tracing weave_project "
-    "reward reward_model critic kl agent_num_workers"
-)
-_REFUSED = {
-    **dict.fromkeys(_REINFORCEMENT.split(), "belongs to reinforcement learning, not to supervised fine-tuning"),
-    "tokenizer_path": "is not taken: rows are rendered by the model's own tokenizer, on the server",
-    "processor_path": "is not taken: a session trains on text",
-    "num_workers": "is not taken: rows are read by this process, ahead of the steps",
-}
 
 
 class RunSettings(RequestModel):
@@ -155,8 +144,8 @@ def _check_keys(content: Mapping[str, Any]) -> None:
     """Raises InvalidField for the first key that there is none of, or none here."""
     known = {**RunSettings.model_fields, **SessionConfig.model_fields}
     for key in content:
-        if key in _REFUSED:
-            raise InvalidField(f"{key} {_REFUSED[key]}: leave it out", param=str(key))
+        if key in USELESS:
+            raise InvalidField(f"{key} {USELESS[key]}", param=str(key))
         if key not in known:
             raise _unknown(str(key), str(key), known)
     for key, value in content.items():

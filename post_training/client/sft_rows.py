@@ -7,15 +7,15 @@ from os import PathLike
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from apis.errors import DataInvalid, FileMissing
+from apis.errors import DataInvalid
 from post_training.client.sft_arrays import encode_tokens, encode_weights
-from post_training.data.records import RecordKind, encode_row, json_type, parse_records
+from post_training.data.local_files import read_local
+from post_training.data.records import encode_row, json_type
 
 Row = dict[str, Any]
 Rows: TypeAlias = Iterable[Mapping[str, Any]] | Callable[[], Iterable[Mapping[str, Any]]] | str | PathLike[str]
 """What `fit` takes: any iterable of rows, a function that gives one, or the path of a file."""
 
-_KINDS: dict[str, RecordKind] = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".csv": "csv"}
 _TOKEN_FIELDS = {"tokens", "labels", "weights"}
 
 
@@ -45,28 +45,8 @@ def located(error: DataInvalid, numbers: Sequence[int]) -> DataInvalid:
 
 
 def read_file(path: Path) -> list[Row]:
-    """Every row of a .jsonl, .ndjson, .json or .csv file.
-
-    Raises:
-        FileMissing
-        DataInvalid: it is of another kind, or a row cannot be read; the row is named.
-    """
-    kind = _KINDS.get(path.suffix.lower())
-    if kind is None:
-        raise DataInvalid(f"cannot tell how to read {str(path)!r}; convert it to one of {', '.join(_KINDS)}")
-    try:
-        with path.open("rb") as stream:
-            rows = list(parse_records(stream, kind))
-    except FileNotFoundError:
-        raise FileMissing(f"there is no file {str(path)!r}; check the path") from None
-    except OSError as error:
-        raise DataInvalid(f"cannot read {str(path)!r}: {error.strerror}") from None
-    except DataInvalid as error:
-        error.message = f"{path}: {error.message}"
-        raise
-    if not rows:
-        raise DataInvalid(f"{str(path)!r} has no rows; training needs at least one")
-    return rows
+    """Every row of a file. Raises as `read_local` does."""
+    return read_local(path)[0]
 
 
 def encoded(row: Any, number: int) -> tuple[Row, bytes]:

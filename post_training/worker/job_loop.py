@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from apis.errors import NonFiniteLoss, NothingTrained, PostgradError
+from apis.errors import NothingTrained, PostgradError
 from apis.post_training.models import JobStatus, PostTrainingMetric
 from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.space import CheckpointSize, FreeBytes, check_start, free_bytes
@@ -27,14 +27,11 @@ from post_training.worker.epochs import SaveTimer, stops_early
 from post_training.worker.keeping import discard_unannounced, release_room, unproven
 from post_training.worker.lease import Lease
 from post_training.worker.loading import checkpoint_size, load, trainer_of
-from post_training.worker.progress import ProgressReport, describe_validation, finite, peak_bytes
+from post_training.worker.progress import ProgressReport, describe_validation, finite, not_finite, peak_bytes
 from post_training.worker.resume import Cursor, find_resume_point
 from post_training.worker.saving import Saver, Snapshot
 
 logger = logging.getLogger(__name__)
-
-MAX_SKIPPED_IN_A_ROW = 10
-"""Non-finite steps are skipped one by one; this many in a row mean the run has diverged."""
 
 
 def run_job(
@@ -162,7 +159,7 @@ class JobLoop:
             if cursor.position < len(plan) and self._timer.due(trainer.step):
                 self._save_inside(trainer, saver)
         if cursor.weight == 0.0:
-            raise _not_finite(f"every step of epoch {cursor.epoch}")
+            raise not_finite(f"every step of epoch {cursor.epoch}")
         metric = PostTrainingMetric(epoch=cursor.epoch, train_loss=cursor.loss / cursor.weight)
         if data.validation is not None:
             self._validate(trainer, data.validation, metric)
@@ -189,8 +186,7 @@ class JobLoop:
         self._cursor.advance(result)
         self._rng = rng_tensors()  # a step that is interrupted may have drawn from the generators
         self._report.step(result, self._cursor.epoch, trainer.model.device)
-        if self._cursor.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-            raise _not_finite(f"{MAX_SKIPPED_IN_A_ROW} steps in a row, the last of them step {result.step},")
+        self._cursor.check(result.step)
 
     def _validate(self, trainer: Trainer, data: TokenizedDataset, metric: PostTrainingMetric) -> None:
         self._report.phase("validation")
@@ -249,8 +245,3 @@ class JobLoop:
         self._lease.finish(
             JobStatus.completed, "all epochs done", also=lambda session: catalog.mark_job_completed(session, job_uuid)
         )
-
-
-def _not_finite(steps: str) -> NonFiniteLoss:
-    remedy = "lower optimizer_config.lr or look at the data"
-    return NonFiniteLoss(f"{steps} had a loss or gradient that is not finite; {remedy}")

@@ -5,19 +5,55 @@ from __future__ import annotations
 import math
 import resource
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from apis.errors import NonFiniteLoss
 from apis.post_training.models import JobProgress
 from post_training.jobs.step_events import step_line
 from post_training.training.interruption import Interrupted
 from post_training.training.trainer import StepResult, ValidationResult
 from post_training.worker.lease import Lease
 
+MAX_SKIPPED_IN_A_ROW = 10
+"""Non-finite steps are skipped one by one; this many in a row mean the run has diverged."""
 SPEED_WINDOW_STEPS = 20
 _STATM = Path("/proc/self/statm")
+
+
+@dataclass
+class LossSoFar:
+    """Sums over steps, and whether the run diverges.
+
+    Attributes:
+        loss, weight: sums over the steps with an update, for their mean loss.
+        skipped_in_a_row: the newest steps that had a loss or gradient that is not finite.
+    """
+
+    loss: float = 0.0
+    weight: float = 0.0
+    skipped_in_a_row: int = 0
+
+    def count(self, result: StepResult) -> None:
+        if not result.skipped:
+            self.loss += result.loss * result.weight
+            self.weight += result.weight
+            self.skipped_in_a_row = 0
+        elif result.supervised_tokens:  # a step without supervised tokens is no sign of divergence
+            self.skipped_in_a_row += 1
+
+    def check(self, step: int) -> None:
+        """Raises NonFiniteLoss after too many steps in a row without an update, `step` the newest."""
+        if self.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
+            raise not_finite(f"{MAX_SKIPPED_IN_A_ROW} steps in a row, the last of them step {step},")
+
+
+def not_finite(steps: str) -> NonFiniteLoss:
+    remedy = "lower optimizer_config.lr or look at the data"
+    return NonFiniteLoss(f"{steps} had a loss or gradient that is not finite; {remedy}")
 
 
 class ProgressReport:

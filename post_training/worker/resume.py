@@ -18,36 +18,27 @@ from post_training.jobs.tables import CheckpointRow
 from post_training.training.trainer import StepResult
 from post_training.worker.keeping import discard, unproven
 from post_training.worker.lease import Lease
+from post_training.worker.progress import LossSoFar
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Cursor:
-    """A job's place in its data, and the sums that belong to it.
+class Cursor(LossSoFar):
+    """A job's place in its data, and the sums over the steps of the epoch that are done.
 
     Attributes:
         epoch: the epoch to go on with; the number of epochs where all are done.
         position: optimizer steps of that epoch that are done.
-        loss, weight: sums over those steps, for the epoch's mean loss.
-        skipped_in_a_row: the newest steps that had a loss or gradient that is not finite.
     """
 
     epoch: int = 0
     position: int = 0
-    loss: float = 0.0
-    weight: float = 0.0
-    skipped_in_a_row: int = 0
 
     def advance(self, result: StepResult) -> None:
         """Count one step of the epoch."""
         self.position += 1
-        if not result.skipped:
-            self.loss += result.loss * result.weight
-            self.weight += result.weight
-            self.skipped_in_a_row = 0
-        elif result.supervised_tokens:  # a step without supervised tokens is no sign of divergence
-            self.skipped_in_a_row += 1
+        self.count(result)
 
     def next_epoch(self) -> Cursor:
         return Cursor(epoch=self.epoch + 1, skipped_in_a_row=self.skipped_in_a_row)

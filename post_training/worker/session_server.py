@@ -52,6 +52,7 @@ from post_training.data.session_batches import BatchReader
 from post_training.data.token_rows import row_bytes
 from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import JobSpec
+from post_training.listening import listen, url_of
 from post_training.worker.session_calls import Answer, Call
 from post_training.worker.session_http import OwnersKey, Presence, create_app
 from post_training.worker.session_state import Session
@@ -62,7 +63,6 @@ logger = logging.getLogger(__name__)
 START_SECONDS = 30.0
 STOP_SECONDS = 5.0
 SWITCH_SECONDS = 0.0005
-BACKLOG = 128
 
 
 class SessionServer:
@@ -100,7 +100,7 @@ def launch_sft_server(session: Session) -> Iterator[SessionServer]:
     store = session.lease.store
     key = OwnersKey(store.get(session.spec.job_uuid).owned_by, ApiKeys(store.database).is_live)
     app = create_app(SessionCalls(session), settings.token_sha256, presence, key)
-    listener = _listen(settings.host)
+    listener = listen(settings.host, 0)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # a log of the job tells of the job
     server = uvicorn.Server(
         uvicorn.Config(
@@ -130,24 +130,12 @@ def launch_sft_server(session: Session) -> Iterator[SessionServer]:
         sys.setswitchinterval(interval)
 
 
-def _listen(host: str) -> socket.socket:
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM, socket.IPPROTO_TCP)  # else asyncio leaves Nagle's delay on
-    try:
-        listener.bind((host, 0))
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
 def _url(listener: socket.socket) -> str:
     """Where clients find it: of a server on all addresses, by the one under which other machines know this one."""
     host, port = listener.getsockname()[:2]
     if ipaddress.ip_address(host).is_unspecified:
         host = socket.gethostbyname(socket.gethostname())
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return url_of(host, port)
 
 
 def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> None:

@@ -15,7 +15,7 @@ from post_training.jobs.spec import JobSpec
 from post_training.jobs.tables import CheckpointRow
 from post_training.training.trainer import StepResult, Trainer
 from post_training.worker.lease import Lease
-from post_training.worker.progress import ProgressReport
+from post_training.worker.progress import LossSoFar, ProgressReport
 from post_training.worker.saving import Saver
 from post_training.worker.session_calls import Call, CallQueue, Done
 
@@ -23,37 +23,27 @@ ClientCursor = dict[str, Any]
 
 
 @dataclass
-class Boundary:
+class Boundary(LossSoFar):
     """The newest point that a checkpoint can be made of: no gradients waited there.
 
     Attributes:
         number: of the newest call that is part of it.
         cursor: what the client gave with that call or an earlier one.
         rng: states of the random generators, as `rng_tensors` has them.
-        loss, weight: sums over the steps since the newest checkpoint with a name.
-        skipped_in_a_row: steps without an update, up to here.
+        loss, weight: of the steps since the newest checkpoint with a name.
     """
 
     number: int = 0
     cursor: ClientCursor | None = None
     rng: dict[str, Tensor] = field(default_factory=rng_tensors)
-    loss: float = 0.0
-    weight: float = 0.0
-    skipped_in_a_row: int = 0
 
     def advance(self, number: int, cursor: ClientCursor | None, result: StepResult | None = None) -> None:
         """Go on to after a call; `result` of one that made a step."""
         self.number = number
         self.cursor = self.cursor if cursor is None else cursor
         self.rng = rng_tensors()
-        if result is None:
-            return
-        if not result.skipped:
-            self.loss += result.loss * result.weight
-            self.weight += result.weight
-            self.skipped_in_a_row = 0
-        elif result.supervised_tokens:  # a step without supervised tokens is no sign of divergence
-            self.skipped_in_a_row += 1
+        if result is not None:
+            self.count(result)
 
     def place(self, calls: CallQueue) -> dict[str, Any]:
         """What a checkpoint keeps beside weights, optimizer and generators; JSON can hold it."""
@@ -70,9 +60,14 @@ class Boundary:
     @classmethod
     def at(cls, place: Mapping[str, Any], tensors: Mapping[str, Tensor]) -> Boundary:
         """The point at which `place` was taken, with the generators' states among a training state's tensors."""
-        rng = {name: tensor for name, tensor in tensors.items() if name.startswith("rng.")}
-        skipped = int(place["skipped_in_a_row"])
-        return cls(place["number"], place["client"], rng, place["loss"], place["weight"], skipped)
+        return cls(
+            loss=place["loss"],
+            weight=place["weight"],
+            skipped_in_a_row=place["skipped_in_a_row"],
+            number=place["number"],
+            cursor=place["client"],
+            rng={name: tensor for name, tensor in tensors.items() if name.startswith("rng.")},
+        )
 
 
 def answers_of(place: Mapping[str, Any]) -> list[tuple[int, Done]]:

@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from apis.errors import BadRequest, CheckpointNotFound, Conflict, DiskFull, NonFiniteLoss
+from apis.errors import BadRequest, CheckpointNotFound, Conflict, DiskFull
 from apis.post_training.models import PostTrainingMetric
 from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.layout import TRAINING_STATE, check_files
@@ -20,9 +20,6 @@ from post_training.worker.progress import finite
 from post_training.worker.saving import Snapshot
 from post_training.worker.session_calls import Answer, Call
 from post_training.worker.session_state import ClientCursor, Session
-
-MAX_SKIPPED_IN_A_ROW = 10
-"""As in a whole job: this many steps without an update mean that the run has diverged."""
 
 
 @dataclass(frozen=True)
@@ -170,11 +167,7 @@ def _optim_step(session: Session, call: Call) -> Answer:
 def _stepped(session: Session, call: Call, result: StepResult) -> Answer:
     session.boundary.advance(_number(call), call.work.cursor, result)
     session.report.step(result, 0, session.trainer.model.device)
-    if session.boundary.skipped_in_a_row >= MAX_SKIPPED_IN_A_ROW:
-        raise NonFiniteLoss(
-            f"{MAX_SKIPPED_IN_A_ROW} steps in a row, the last of them step {call.number}, had a loss or gradient that "
-            "is not finite; lower the learning rate or look at the data"
-        )
+    session.boundary.check(_number(call))
     metrics = {"train/loss": result.loss, "train/grad_norm": result.grad_norm, "train/lr": result.lr}
     return {
         **_common(session, call, metrics),

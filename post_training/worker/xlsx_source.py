@@ -68,7 +68,7 @@ def _check_archive(stream: BinaryIO) -> None:
     try:
         with zipfile.ZipFile(stream) as archive:
             parts = archive.infolist()
-    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):
+    except (zipfile.BadZipFile, OSError, ValueError, NotImplementedError):  # the last: a zip of a later version
         raise DataInvalid(
             "the file is not an .xlsx workbook (an older .xls, or protected by a password?): save it as .xlsx or CSV",
             param=_PARAM,
