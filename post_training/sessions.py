@@ -70,12 +70,10 @@ class SessionService:
         return await self._answer(job_id)
 
     async def job_status(self, job_id: str) -> SessionStatusResponse:
-        return await _in_thread(lambda: self._status(self._session(job_id), with_token=True))
+        return await _in_thread(lambda: self._status_of(self._session(job_id)))
 
     async def list_sessions(self) -> ListSessionsResponse:
-        return await _in_thread(
-            lambda: ListSessionsResponse(jobs=[self._status(job, with_token=False) for job in self._store.sessions()])
-        )
+        return await _in_thread(self._list)
 
     async def cancel_session(self, job_id: str) -> SessionActionResponse:
         await _in_thread(lambda: self._cancel(job_id))
@@ -174,20 +172,28 @@ class SessionService:
         if self._store.request_cancel(self._session(job_id).job_uuid):
             self._scheduler.clean(job_id)
 
-    def _status(self, job: JobRow, *, with_token: bool) -> SessionStatusResponse:
+    def _list(self) -> ListSessionsResponse:
+        durable = self._store.durable_steps()
+        jobs = [self._status(job, server_url(job), durable.get(job.job_uuid)) for job in self._store.sessions()]
+        return ListSessionsResponse(jobs=jobs)
+
+    def _status_of(self, job: JobRow) -> SessionStatusResponse:
+        """With the token, for whom the session belongs to."""
         url = server_url(job)
+        if url is not None and current_caller().owner == job.owned_by:
+            url = self._with_token(url, job)
+        steps = [row.step for row in self._store.all_checkpoints(job.job_uuid)]
+        return self._status(job, url, max(steps, default=None))
+
+    def _status(self, job: JobRow, url: str | None, durable: int | None) -> SessionStatusResponse:
         waiting = self._scheduler.waiting(job)
-        shown = url
-        if url is not None and with_token and current_caller().owner == job.owned_by:
-            shown = self._with_token(url, job)
         device = (job.resources or {}).get("device", "")
-        durable = [row.step for row in self._store.all_checkpoints(job.job_uuid)]
         return SessionStatusResponse(
             job_id=job.job_uuid,
             status=state_of(job),
             gpu_ids=[int(device.partition(":")[2])] if device.startswith("cuda:") and url is not None else [],
             port=urlsplit(url).port if url is not None else None,
-            server_url=shown,
+            server_url=url,
             created_at=job.scheduled_at,
             started_at=job.started_at,
             completed_at=job.completed_at,
@@ -195,7 +201,7 @@ class SessionService:
             message=waiting.reason,
             paused=job.paused,
             queue_position=waiting.position,
-            last_durable_step=max(durable, default=None),
+            last_durable_step=durable,
         )
 
     def _with_token(self, url: str, job: JobRow) -> str:

@@ -511,6 +511,7 @@ class Stack:
             status=record.state,
             server_url=record.server.url if running and record.server else None,
             created_at=record.created_at,
+            started_at=record.created_at if record.lives else None,
             error_message=record.error,
             paused=record.paused,
             last_durable_step=record.durable.number or None,

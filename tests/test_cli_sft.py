@@ -258,6 +258,23 @@ def test_ctrl_c_exits_with_130_says_how_to_go_on_and_resume_does(stack: Stack):
     assert record.weights == rows_after(BATCHES * 4)
 
 
+def test_ctrl_c_before_the_session_has_a_device_cancels_it(stack: Stack):
+    stack.start_seconds = 60
+    process = subprocess.Popen(
+        [*COMMAND, "sft", "run", str(config(scheduler_url=stack.url)), "--job-id", "mine"],
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stderr is not None
+    assert "session mine" in process.stderr.readline()
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=60)
+    assert process.returncode == 130, errors
+    assert "session mine had not begun and was cancelled" in errors
+    assert stack.sessions["mine"].state is SessionState.CANCELLED
+
+
 def test_job_id_and_resume_exclude_each_other():
     assert "--resume" in run("run", str(config()), "--job-id", "a", "--resume", "b", code=2).stderr
 

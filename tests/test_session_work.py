@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from apis.errors import DiskFull
+from apis.errors import Conflict, DiskFull
 from post_training.checkpoints.space import free_bytes
 from post_training.data.chat import ChatTokenizer
 from post_training.data.preflight import tokenize_dataset
@@ -92,6 +92,31 @@ def test_a_save_without_room_is_an_answer_and_the_session_goes_on(opened: Opened
     opened.disk_is_full = False
     saved = opened.call("save_checkpoint", SaveWork("kept", wait=False)).result(0)
     assert (saved["checkpoint"]["step"], opened.session.durable) == (2, 2)
+
+
+@pytest.mark.parametrize("announced", [False, True])
+def test_a_damaged_checkpoint_is_written_anew_when_its_step_is_saved_again(opened: Opened, announced: bool):
+    session = opened.session
+    opened.step(1).result(0)
+    opened.call("save_checkpoint", SaveWork("kept", wait=False)).result(0)
+    if announced:
+        session.saver.announce(session.unverified.popleft(), session.report.progress, last=True)
+    (row,) = session.rows()
+    file = session.home / row.path / "adapter" / "adapter_model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    saved = opened.call("save_checkpoint", SaveWork("kept", wait=False)).result(0)
+    assert file.read_bytes() == content
+    assert saved["checkpoint"]["state"] == ("ready" if announced else "verifying")
+    assert [row.name for row in session.unverified] == ["kept"] if announced else ["kept", "kept"]
+
+
+def test_a_step_that_is_saved_keeps_its_name_when_it_is_saved_without_one(opened: Opened):
+    opened.step(1).result(0)
+    opened.call("save_checkpoint", SaveWork("mine", wait=False)).result(0)
+    assert opened.call("save_checkpoint", SaveWork(None, wait=False)).result(0)["checkpoint"]["name"] == "mine"
+    with pytest.raises(Conflict, match="step 1 is saved already, as 'mine'"):
+        opened.call("save_checkpoint", SaveWork("other", wait=False)).result(0)
 
 
 def test_a_step_that_was_made_is_never_given_back_to_be_made_again(opened: Opened):

@@ -265,6 +265,8 @@ def test_fit_opens_the_session_that_it_is_told_of(stack: Stack, client: SFTClien
     client.fit(ROWS, batch_size=4, model="lab/exact", job_id="mine", lora={"lora_rank": 8})
     assert stack.sessions["mine"].weights == rows_after(chunks(ROWS, 4))
     assert stack.sessions["mine"].request.config.model == "lab/exact"
+    client.fit(ROWS, batch_size=5, complete=False, model="lab/exact", job_id="next")
+    assert stack.sessions["next"].weights == rows_after(chunks(ROWS, 5))
     with pytest.raises(InvalidField, match="model belongs to a session that is yet to be submitted"):
         client.fit(ROWS, batch_size=4, model="lab/other")
     with pytest.raises(InvalidField, match="rank: there is no such field"), SFTClient(stack.url) as other:

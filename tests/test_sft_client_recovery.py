@@ -16,7 +16,7 @@ import pytest
 from apis.errors import BadRequest, Conflict, DataInvalid, JobFailure, Unavailable
 from apis.sft_sessions.models import SessionState
 from post_training.client import SFTClient
-from tests.sft_contract_parts import rows_after
+from tests.sft_contract_parts import Weights, rows_after
 from tests.sft_contract_server import Record, Stack, down, kill, running_stack
 
 Row = dict[str, Any]
@@ -97,6 +97,31 @@ def test_what_was_never_durable_is_trained_again_from_the_start(stack: Stack, cl
     client.fit(iter(ROWS), batch_size=2)
     assert record.weights == UNDISTURBED
     assert [number for number, _ in record.trained] == [*range(1, 10), *range(1, 11)]
+
+
+async def lose_checkpoints(stack: Stack) -> None:
+    """A fault: the training servers die, and what they saved turns out to be damaged."""
+    for record in stack.sessions.values():
+        record.durable = Weights()
+    await kill(stack)
+
+
+@pytest.mark.parametrize("form", ["rows that can be picked", "a function"])
+def test_checkpoints_that_are_lost_as_well_are_made_again_from_rows_that_can_be_read_again(
+    stack: Stack, client: SFTClient, form: str
+):
+    record = submitted(stack, client)
+    stack.faults["after", 8] = lose_checkpoints
+    client.fit(DATA[form](), batch_size=2, steps=10)
+    assert record.weights == UNDISTURBED
+    assert [number for number, _ in record.trained] == [*range(1, 9), *range(1, 11)]
+
+
+def test_checkpoints_that_are_lost_as_well_as_the_rows_are_an_error_that_says_so(stack: Stack, client: SFTClient):
+    submitted(stack, client)
+    stack.faults["after", 8] = lose_checkpoints
+    with pytest.raises(DataInvalid, match="step 1 of the fit is to be sent again .* from their beginning"):
+        client.fit(iter(ROWS), batch_size=2)
 
 
 @pytest.mark.parametrize("number", [4, 10])
@@ -208,6 +233,25 @@ def test_ctrl_c_while_an_answer_is_waited_for_loses_nothing(stack: Stack, client
     client.fit(ROWS, batch_size=2, resume=record.job_id)
     assert record.weights == UNDISTURBED
     assert [number for number, _ in record.trained] == list(range(1, 11))
+
+
+def test_ctrl_c_while_the_session_waits_for_a_device_cancels_what_fit_has_opened(stack: Stack, client: SFTClient):
+    stack.start_seconds = 60
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        client.fit(ROWS, batch_size=2, job_id="opened")
+    assert stack.sessions["opened"].state is SessionState.CANCELLED
+
+
+def test_ctrl_c_while_the_session_waits_for_a_device_leaves_one_that_was_submitted_before(
+    stack: Stack, client: SFTClient
+):
+    stack.start_seconds = 60
+    client.submit(job_id="before", wait=False)
+    threading.Timer(0.3, os.kill, [os.getpid(), signal.SIGINT]).start()
+    with pytest.raises(KeyboardInterrupt):
+        client.fit(ROWS, batch_size=2)
+    assert stack.sessions["before"].state is SessionState.QUEUED
 
 
 def wait_for(condition: Callable[[], bool], seconds: float = 10) -> None:

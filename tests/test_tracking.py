@@ -141,6 +141,15 @@ def test_a_run_stays_within_its_folder(tmp_path: Path):
     ]
 
 
+def test_wandb_without_a_key_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with pytest.raises(InvalidField, match="`wandb login`, WANDB_API_KEY"):
+        open_tracking(["console", "wandb"], run="r", folder=tmp_path)
+
+
 def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path):
     with pytest.raises(InvalidField, match="no tracker 'mlflow'"):
         open_tracking(["mlflow"], run="r", folder=tmp_path)

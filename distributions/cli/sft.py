@@ -163,7 +163,7 @@ def _fit(client: SFTClient, file: RunFile, job_id: str | None, resume: str | Non
                 tracker=tracker,
             )
         except KeyboardInterrupt:
-            _say_how_to_go_on(client, identifier)
+            _leave(client, identifier)
             raise typer.Exit(EXIT_INTERRUPTED) from None
         except JobFailure:
             if _cancelled(client, identifier):
@@ -204,6 +204,21 @@ def _cancelled(client: SFTClient, job_id: str) -> bool:
         return client.job_status(job_id).status.value == "CANCELLED"
     except PostgradError:
         return False
+
+
+def _leave(client: SFTClient, job_id: str) -> None:
+    """After Ctrl-C: a session that waits for its first device is not left to take one later, for nobody."""
+    from apis.errors import PostgradError
+
+    try:
+        if client.job_status(job_id).started_at is None:
+            client.cancel(job_id)
+            print(f"session {job_id} had not begun and was cancelled", file=sys.stderr)
+            return
+    except PostgradError as error:
+        print(f"session {job_id}: {error.message}", file=sys.stderr)
+        return
+    _say_how_to_go_on(client, job_id)
 
 
 def _say_how_to_go_on(client: SFTClient, job_id: str) -> None:

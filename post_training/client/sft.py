@@ -340,7 +340,7 @@ class SFTClient:
             JobFailure: the session failed or was cancelled.
             Unavailable: a server was away for longer than `outage_seconds`.
             KeyboardInterrupt: after a checkpoint was saved and the session paused: its device is free, and it can be
-                resumed.
+                resumed. A session that was opened by `fields` and has not begun is cancelled.
         """
         options = FitOptions(
             batch_size=batch_size,
@@ -358,10 +358,12 @@ class SFTClient:
         progress = Progress()
         if fields:
             self._open_for_fit(resume, fields)
-        if resume is not None:
-            status = self.resume(resume, on_status=progress.waiting)
-        else:
-            status = self._session.training_status(progress.waiting)
+        try:
+            status = self._status_for_fit(resume, progress.waiting)
+        except KeyboardInterrupt:
+            if fields:
+                self.cancel()
+            raise
         return Fit(
             self._session,
             status,
@@ -378,6 +380,11 @@ class SFTClient:
         if resume is not None or self._session.is_open:
             raise InvalidField(f"{name} belongs to a session that is yet to be submitted; this one is", param=name)
         self.submit(wait=False, **fields)
+
+    def _status_for_fit(self, resume: str | None, on_status: OnStatus) -> TrainingStatusResponse:
+        if resume is not None:
+            return self.resume(resume, on_status=on_status)
+        return self._session.training_status(on_status)
 
     def close(self) -> None:
         """Stop the heartbeats and close the connections. The session goes on until its lease is over."""

@@ -162,6 +162,8 @@ class StreamBatches:
         self._digest = hashlib.sha256()
 
     def part(self, number: int) -> Part | None:
+        if number < self._next and number not in self._kept:
+            self._go_back(number)
         while number >= self._next:
             part = self._read()
             if part is None:
@@ -170,6 +172,19 @@ class StreamBatches:
             self._kept[self._next] = part
             self._next += 1
         return self._kept[number]
+
+    def _go_back(self, number: int) -> None:
+        """Read from the beginning again, up to before a batch that was forgotten: the server's checkpoint was lost."""
+        if not self._again:
+            raise DataInvalid(
+                f"step {number + 1} of the fit is to be sent again, for the session went back to before it, and the "
+                "iterator has given its rows: resume the session with the same rows from their beginning"
+            )
+        self._kept.clear()
+        self._next = 0
+        self._begin(0)
+        while self._next < number and self._read() is not None:
+            self._next += 1
 
     def _read(self) -> Part | None:
         rows = self._take(self._size)

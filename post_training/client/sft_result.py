@@ -26,9 +26,9 @@ class FitOptions:
 
     def __post_init__(self) -> None:
         for name in ("batch_size", "epochs", "steps", "validate_every", "save_every", "validation_batch_size"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise InvalidField(f"{name} must be 1 or more, not {value}", param=name)
+            value: object = getattr(self, name)
+            if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+                raise InvalidField(f"{name} must be a whole number, 1 or more, not {value!r}", param=name)
         if self.epochs is not None and self.steps is not None:
             raise InvalidField("give epochs or steps, not both", param="steps")
         if self.seed < 0:

@@ -62,11 +62,12 @@ class Session:
         self._poll_seconds = poll_seconds
         self._job_id: str | None = None
         self._link: Link | None = None
+        self._over = False
 
     @property
     def is_open(self) -> bool:
-        """Whether there is a session."""
-        return self._job_id is not None
+        """Whether there is a session that this client has not ended."""
+        return self._job_id is not None and not self._over
 
     @property
     def job_id(self) -> str:
@@ -79,7 +80,7 @@ class Session:
         """Talk about the session `job_id` from now on."""
         if job_id != self._job_id:
             self.disconnect()
-        self._job_id = job_id
+        self._job_id, self._over = job_id, False
 
     def ask(self, call: Call[T]) -> T:
         """Send a call to the scheduler. Raises PostgradError."""
@@ -173,9 +174,10 @@ class Session:
         return self.connect(resume=True, on_status=on_status)
 
     def leave(self, job_id: str) -> None:
-        """Disconnect from the session `job_id`, if it is this one."""
+        """Disconnect from the session `job_id`, which was ended, if it is this one."""
         if job_id == self._job_id:
             self.disconnect()
+            self._over = True
 
     def disconnect(self) -> None:
         """Leave the training server, which from now on hears nothing of this client."""
@@ -192,6 +194,7 @@ class Session:
         self.disconnect()
         self.ask(sft_calls.complete_job(self.job_id))
         status = self.wait_for_end()
+        self._over = True
         if status.status is not SessionState.COMPLETED:
             raise JobFailure(_end(status))
         return status

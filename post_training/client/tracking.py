@@ -98,6 +98,7 @@ class WandbTracking:
 
     Raises:
         NotSupported: wandb is missing.
+        InvalidField: W&B takes no run, for want of a key above all.
     """
 
     def __init__(
@@ -112,16 +113,23 @@ class WandbTracking:
     ) -> None:
         wandb = _library("wandb", "wandb", "wandb")
         folder.mkdir(parents=True, exist_ok=True)
-        self._run = wandb.init(
-            project=project,
-            name=name or run,
-            id=run,
-            resume="allow",
-            dir=str(folder),
-            config=dict(config or {}),
-            # Its own output would mix with ours, and it would record ours.
-            settings=wandb.Settings(api_key=api_key, console="off", silent=True),
-        )
+        try:
+            self._run = wandb.init(
+                project=project,
+                name=name or run,
+                id=run,
+                resume="allow",
+                dir=str(folder),
+                config=dict(config or {}),
+                # Its own output would mix with ours, and it would record ours.
+                settings=wandb.Settings(api_key=api_key, console="off", silent=True),
+            )
+        except wandb.Error as error:
+            raise InvalidField(
+                f"Weights & Biases takes no run: {error} (`wandb login`, WANDB_API_KEY or `wandb_key` give the key, "
+                "WANDB_MODE=offline needs none)",
+                param="logger_backends",
+            ) from error
 
     def log(self, metrics: Mapping[str, float], step: int) -> None:
         self._run.log(dict(metrics), step=step)
@@ -197,7 +205,7 @@ def open_tracking(
         console: where `console` prints; None: stdout.
 
     Raises:
-        InvalidField: a name that there is none of.
+        InvalidField: a name that there is none of, or a tracker that does not take the run.
         NotSupported: the library of one is not installed; it says how to get it.
     """
     for backend in backends:

@@ -141,6 +141,15 @@ class JobStore:
             query = select(JobRow).where(JobRow.is_session == true(), own(JobRow.owned_by)).order_by(JobRow.sequence)
             return session.scalars(query).all()
 
+    def durable_steps(self) -> dict[str, int]:
+        """The newest checkpoint's step of each of the caller's sessions that has one."""
+        newest = select(CheckpointRow.job_uuid, func.max(CheckpointRow.step)).join(
+            JobRow, JobRow.job_uuid == CheckpointRow.job_uuid
+        )
+        newest = newest.where(JobRow.is_session == true(), own(JobRow.owned_by)).group_by(CheckpointRow.job_uuid)
+        with self.database.reading() as session:
+            return {job_uuid: step for job_uuid, step in session.execute(newest)}
+
     def delete(self, job_uuid: str, also: Callable[[Session], None]) -> None:
         """Forget a job that has ended, and `also` do something in the same transaction.
 

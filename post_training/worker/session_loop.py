@@ -216,8 +216,7 @@ class _Serving:
             raise NothingTrained(
                 "the session was completed before any step had a supervised token and changed a weight"
             )
-        if not any(row.name is not None and row.step == session.boundary.number for row in session.rows()):
-            save_named(session, default_name(session))
+        save_named(session, default_name(session))
         while session.unverified or session.saver.announcer.busy:
             session.saver.announcer.wait(session.report.progress)
             self._settle()

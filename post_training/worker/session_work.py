@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from apis.errors import BadRequest, CheckpointNotFound, Conflict, DiskFull
+from apis.errors import BadRequest, CheckpointNotFound, Conflict, DiskFull, ModelInvalid
 from apis.post_training.models import PostTrainingMetric
 from post_training.catalog.models import ModelCatalog
 from post_training.checkpoints.layout import TRAINING_STATE, check_files
@@ -83,22 +83,21 @@ def do(session: Session, call: Call) -> None:
 def save_named(session: Session, name: str, validation_loss: float | None = None) -> CheckpointRow:
     """Save the session's newest boundary under a name, to be verified and announced.
 
+    One that is saved already stays, unless its files are damaged: then it is written anew.
+
     Raises:
         BadRequest: nothing was trained, or the name or the place is taken by another checkpoint.
         DiskFull, LeaseLost, ModelInvalid.
     """
     boundary = session.boundary
     identifier = session_id(session.spec, name)
-    for row in session.rows():
-        if row.name == name and row.step == boundary.number:
-            return row
-        if row.name == name:
-            raise Conflict(f"there is a checkpoint {name!r} of step {row.step}: choose another name", param="name")
-        if row.name is not None and row.step == boundary.number:
-            raise Conflict(f"step {row.step} is saved already, as {row.name!r}", param="name")
+    known = _known(session, name)
+    if known is not None and _intact(session, known):
+        return known
     if session.report.progress.supervised_tokens_seen == 0:
         raise BadRequest("nothing has been trained yet: call train_step before save_checkpoint", param="name")
-    ModelCatalog(session.lease.store.database, session.home).refuse_taken([identifier])
+    if known is None:
+        ModelCatalog(session.lease.store.database, session.home).refuse_taken([identifier])
     loss = boundary.loss / boundary.weight if boundary.weight else session.report.progress.loss
     metric = PostTrainingMetric(epoch=0, train_loss=loss or 0.0, validation_loss=validation_loss)
     row = session.saver.save_named(_snapshot(session, metric, name))
@@ -106,6 +105,27 @@ def save_named(session: Session, name: str, validation_loss: float | None = None
     session.durable = boundary.number
     session.unverified.append(row)
     return row
+
+
+def _known(session: Session, name: str) -> CheckpointRow | None:
+    """The checkpoint of the newest boundary under this name. Raises Conflict where either has another one."""
+    number = session.boundary.number
+    for row in session.rows():
+        if row.name == name and row.step == number:
+            return row
+        if row.name == name:
+            raise Conflict(f"there is a checkpoint {name!r} of step {row.step}: choose another name", param="name")
+        if row.name is not None and row.step == number:
+            raise Conflict(f"step {row.step} is saved already, as {row.name!r}", param="name")
+    return None
+
+
+def _intact(session: Session, row: CheckpointRow) -> bool:
+    try:
+        check_files(session.home / row.path)
+    except ModelInvalid:
+        return False
+    return True
 
 
 def save_to_resume(session: Session) -> None:
@@ -116,10 +136,15 @@ def save_to_resume(session: Session) -> None:
 
 
 def default_name(session: Session) -> str:
-    """By the updates that were made. After going back to a checkpoint there may be one of as many; then by the call."""
+    """By the updates that were made, unless this step is saved under a name already.
+
+    After going back to a checkpoint there may be another of as many updates; then by the call.
+    """
     name, number = f"step{session.trainer.step}", session.boundary.number
-    taken = {row.name for row in session.rows() if row.step != number}
-    return name if name not in taken else f"{name}_call{number}"
+    names = {row.step: row.name for row in session.rows() if row.name is not None}
+    if number in names:
+        return names[number]
+    return f"{name}_call{number}" if name in names.values() else name
 
 
 def told(session: Session, row: CheckpointRow) -> Answer:
