@@ -92,20 +92,25 @@ def first_steps(bench: Bench) -> str:
             found = [
                 _first_step(stack, f"next-{warm_seconds}-{number}", bench.dtype) for number in range(bench.repeats)
             ]
+            begun, ended = zip(*found, strict=True)
             workers = [resident(pid) / MIB for pid, command in descendants(stack.pid) if "worker.main" in command]
-            rows.append([name, *_spread(found, "{:.2f}"), f"{max(workers, default=0):.0f}"])
+            memory = f"{max(workers, default=0):.0f}"
+            rows.append([name, *_spread(begun, "{:.2f}"), f"{statistics.median(ended):.2f}", memory])
             _forget(stack)
     rows += _compiling(bench)
-    return table(["submit to first step, s", "median", "smallest", "largest", "worker at rest, MiB"], rows)
+    header = ["submit to first step, s", "median", "smallest", "largest", "to its end", "worker at rest, MiB"]
+    return table(header, rows)
 
 
-def _first_step(stack: Stack, job_uuid: str, dtype: str) -> float:
-    """From before the request to the time of the event. The job then ends by itself."""
+def _first_step(stack: Stack, job_uuid: str, dtype: str) -> tuple[float, float]:
+    """From before the request to the first step's beginning and to its end. The job then ends by itself."""
     sent = datetime.now(UTC)
     stack.client.post_training.supervised_fine_tune(**request(job_uuid, max_steps_per_epoch=2, dtype=dtype))
     event = first_event(stack, job_uuid, lambda each: each.kind is JobEventKind.step)
     stack.client.post_training.wait(job_uuid, poll_seconds=0.2, timeout=600, raise_on_failure=True)
-    return (event.at - sent).total_seconds()
+    ended = (event.at - sent).total_seconds()
+    assert event.data is not None
+    return ended - event.data["seconds"], ended
 
 
 def _forget(stack: Stack) -> None:
@@ -124,7 +129,7 @@ def _compiling(bench: Bench) -> list[list[str]]:
         for name in ("process to first step, compiled anew", "process to first step, compiled before"):
             order = Order(folder, folder / "out", OURS[0], Settings(), bench.dtype, bench.threads, plan)
             result = measure(order, TORCHINDUCTOR_CACHE_DIR=str(folder / "compiled"))
-            rows.append([name, f"{result.setup + result.ends[0]:.1f}", "", "", ""])
+            rows.append([name, "", "", "", f"{result.setup + result.ends[0]:.1f}", ""])
         return rows
 
 

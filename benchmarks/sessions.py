@@ -152,7 +152,7 @@ def body(runs: Sequence[tuple[Rate, Rate, Rate]], health: Sequence[float], optio
     told = (
         f"The first {options.layers} layers of smollm2-135m-instruct, {options.steps} steps of one row of at most "
         f"{LONGEST} tokens, bf16, {options.threads} threads, kernels: {KERNELS}, without the first {SKIP} steps. "
-        f"`SFTClient.fit` reaches **{by_loop:.3f}** of the loop's tokens/s, which stores nothing and serves nobody, and "
+        f"`SFTClient.fit` reaches **{by_loop:.3f}** of the loop's tokens/s, which stores and serves nothing, and "
         f"**{by_job:.3f}** of a whole job's (medians)."
     )
     asked = (

@@ -122,7 +122,7 @@ def test_overrides_go_over_the_file_and_interpolations_are_resolved(monkeypatch:
         ({}, ["optimizer_config.learning=3"], "there is no key 'optimizer_config.learning': there are betas, eps"),
         ({}, ["rollout_n=4"], "rollout_n belongs to reinforcement learning"),
         ({"multi_turn": {"max_turns": 3}}, [], "multi_turn belongs to reinforcement learning"),
-        ({"tokenizer_path": "x"}, [], "tokenizer_path is not taken: rows are rendered by the model's own tokenizer"),
+        ({"tokenizer_path": "x"}, [], "tokenizer_path is not needed, for a model brings its own"),
         ({"num_workers": 0}, [], "num_workers is not taken"),
         ({"batch_size": 0}, [], "batch_size: Input should be greater than or equal to 1"),
         ({"logger_backends": ["mlflow"]}, [], "logger_backends.0: Input should be 'console', 'jsonl'"),

@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM
 from post_training.client import StackClient
 from post_training.jobs.database import Database
 from post_training.jobs.tables import LeaseRow
+from post_training.processes import process_identity
 from tests.served_stack import run_yaml_with, served
-from tests.session_stack import MODEL, adapter, attached, done, make_home, opened, refused, rows
+from tests.session_stack import MODEL, adapter, attached, done, make_home, opened, refused, rows, until
 
 STEPS = 6
 BATCHES = [rows(3, 3 * index) for index in range(STEPS)]
@@ -114,6 +115,40 @@ def test_a_killed_worker_loses_only_what_was_not_durable_and_the_rest_sent_again
         train(client, 5, STEPS)
     completed(scheduler, "killed")
     assert adapter(home, "killed", STEPS) == undisturbed
+
+
+def test_a_training_server_that_is_killed_is_started_again_and_nothing_that_was_done_is_lost(
+    scheduler: httpx.Client, home: Path, undisturbed: bytes
+) -> None:
+    with opened(scheduler, "server") as client:
+        train(client, 1, 3)
+    before = until(scheduler, "server", "RUNNING")["server_url"]
+    os.kill(server_of(home, "server"), signal.SIGKILL)
+    deadline = time.monotonic() + 60
+    while until(scheduler, "server", "RUNNING")["server_url"] == before:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    with attached(scheduler, "server") as client:
+        assert done(client.get("/status"))["next_step"] == 4  # though no checkpoint held it
+        replay = client.post("/train_step", json={"rows": BATCHES[2], "step": 3, "cursor": {"at": 3}})
+        assert done(replay)["step"] == 3
+        train(client, 4, STEPS)
+    completed(scheduler, "server")
+    assert adapter(home, "server", STEPS) == undisturbed
+    assert scheduler.get("/v1alpha/post-training/jobs/server/status").json()["attempt"] == 1
+
+
+def test_a_training_server_does_not_outlive_its_worker(scheduler: httpx.Client, home: Path) -> None:
+    opened(scheduler, "orphan").close()
+    server = server_of(home, "orphan")
+    identity = process_identity(server)
+    assert identity is not None
+    kill_worker(home, "orphan")
+    deadline = time.monotonic() + 10
+    while process_identity(server) == identity:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    done(scheduler.delete("/cancel_job/orphan"))
 
 
 def test_a_silent_client_loses_its_device_and_resumes_by_id_with_its_cursor_to_the_same_bytes(
@@ -320,12 +355,28 @@ def test_health_is_answered_soon_while_steps_and_saves_run(scheduler: httpx.Clie
 
 
 def kill_worker(home: Path, job_id: str) -> None:
+    os.kill(worker_of(home, job_id), signal.SIGKILL)
+
+
+def server_of(home: Path, job_id: str) -> int:
+    """The process of a session's training server."""
+    found = [
+        int(child)
+        for task in Path(f"/proc/{worker_of(home, job_id)}/task").iterdir()
+        for child in (task / "children").read_text().split()
+        if b"session_server" in Path(f"/proc/{child}/cmdline").read_bytes()
+    ]
+    assert len(found) == 1
+    return found[0]
+
+
+def worker_of(home: Path, job_id: str) -> int:
     database = Database(f"sqlite:///{home / 'postgrad.db'}")
     with database.reading() as session:
         lease = session.get_one(LeaseRow, job_id)
     database.close()
     assert lease.pid is not None
-    os.kill(lease.pid, signal.SIGKILL)
+    return lease.pid
 
 
 def wait_for_attempt(scheduler: httpx.Client, attempt: int, job_id: str) -> None:

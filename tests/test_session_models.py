@@ -70,13 +70,18 @@ def test_a_key_of_reinforcement_learning_is_named_and_said_to_belong_there(key: 
 @pytest.mark.parametrize(
     "key",
     [
-        *("data_path", "val_data_path", "batch_size", "val_batch_size", "num_workers", "num_epochs", "num_steps"),
+        *("data_path", "val_data_path", "batch_size", "val_batch_size", "num_epochs", "num_steps"),
         *("save_freq", "test_freq", "logger_backends", "scheduler_url", "scheduler_api_key", "server_url"),
-        *("enable_tracing", "weave_project", "wandb_key"),
+        "wandb_key",
     ],
 )
 def test_a_key_of_the_client_is_named_and_said_to_stay_there(key: str):
     assert "is the client's own affair" in faults(SessionConfig, **{key: 1})[key]
+
+
+@pytest.mark.parametrize("key", ["num_workers", "enable_tracing", "weave_project"])
+def test_a_key_that_nothing_has_a_use_for_is_refused_with_the_reason(key: str):
+    assert "is not taken: " in faults(SessionConfig, **{key: 1})[key]
 
 
 def test_a_whole_config_of_reinforcement_learning_is_told_of_all_its_keys_at_once():

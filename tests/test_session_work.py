@@ -22,8 +22,9 @@ from post_training.worker.loading import checkpoint_size, load, trainer_of
 from post_training.worker.progress import ProgressReport
 from post_training.worker.saving import Saver
 from post_training.worker.session_calls import Call, CallQueue
+from post_training.worker.session_messages import SaveWork, StepWork
 from post_training.worker.session_state import Boundary, Session
-from post_training.worker.session_work import SaveWork, StepWork, do
+from post_training.worker.session_work import do
 from tests.job_bench import Bench, FaultyLease, rows, sigterm_kept
 from tests.tiny_llama import save_tiny_llama
 

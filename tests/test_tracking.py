@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import struct
 import subprocess
 import sys
@@ -141,13 +142,30 @@ def test_a_run_stays_within_its_folder(tmp_path: Path):
     ]
 
 
-def test_wandb_without_a_key_says_how_to_give_one(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    for name in ("WANDB_API_KEY", "WANDB_MODE", "WANDB_BASE_URL"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("NETRC", str(tmp_path / "none"))
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with pytest.raises(InvalidField, match="`wandb login`, WANDB_API_KEY"):
-        open_tracking(["console", "wandb"], run="r", folder=tmp_path)
+WITHOUT_A_KEY = """
+import sys
+from apis.errors import InvalidField
+from post_training.client.tracking import open_tracking
+try:
+    open_tracking(["console", "wandb"], run="r", folder=sys.argv[1])
+except InvalidField as error:
+    print(error)
+"""
+
+
+def test_wandb_without_a_key_says_how_to_give_one(tmp_path: Path):
+    kept = {name: value for name, value in os.environ.items() if not name.startswith("WANDB")}
+    environment = {**kept, "HOME": str(tmp_path), "NETRC": str(tmp_path / "none")}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_A_KEY, str(tmp_path)],
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=120,
+        check=True,
+    )
+    assert "`wandb login`, WANDB_API_KEY" in done.stdout
 
 
 def test_an_unknown_tracker_is_refused_by_name(tmp_path: Path):

@@ -18,11 +18,11 @@ USELESS: dict[str, str] = (
             *("temperature", "top_p", "top_k", "max_new_tokens", "max_prompt_tokens", "repetition_penalty"),
             *("generation_config", "algorithm", "adv_estimator", "rollout_n", "kl", "reward", "reward_model", "critic"),
             *("interaction", "multi_turn", "agent_num_workers", "enable_agent_loop", "tool_config_path"),
-            *("enable_tracing", "weave_project"),
         ),
         _RL,
     )
     | dict.fromkeys(("tokenizer_path", "processor_path"), _MODEL)
+    | dict.fromkeys(("enable_tracing", "weave_project"), "is not taken: a session has no agent whose calls to trace")
     | {"num_workers": "is not taken: rows are read by one process, ahead of the steps"}
 )
 _FOREIGN: dict[str, str] = (

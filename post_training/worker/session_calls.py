@@ -103,11 +103,6 @@ class CallQueue:
 
     # -- the client's side ---------------------------------------------------------------------------------------
 
-    def check(self, number: int | None) -> None:
-        """Refuse a number at once that could not be taken, whatever the call. Raises InvalidField."""
-        with self._changed:
-            self._refuse_far(number)
-
     def submit(self, call: Call) -> Future[Answer]:
         """Take a call. Its answer comes when its turn has come; the same call again shares it.
 
@@ -124,7 +119,7 @@ class CallQueue:
                 return known
             call.arrived = self._monotonic()
             if call.changes and call.number is not None:
-                self._refuse_far(call.number)
+                refuse_far(call.number, self._done, self._window)
                 self._refuse_behind(call.number)
                 self._numbered[call.number] = call
             else:
@@ -178,14 +173,6 @@ class CallQueue:
             raise _behind(self._refused)
         if number == self._refused:  # one before it does not mend it
             self._refused = None
-
-    def _refuse_far(self, number: int | None) -> None:
-        if number is not None and number > self._done + 1 + self._window:
-            raise InvalidField(
-                f"step {number} is too far ahead: the next one is {self._done + 1}, and at most {self._window} may be "
-                "sent ahead of it; wait for an answer first",
-                param="step",
-            )
 
     # -- the worker's side ---------------------------------------------------------------------------------------
 
@@ -271,6 +258,16 @@ class CallQueue:
                 self._remove(call)
                 missing = self._done + 1
                 _reject(call.answer, StepMissing(f"step {missing}, which comes first, did not come", param="step"))
+
+
+def refuse_far(number: int, done: int, window: int) -> None:
+    """Refuse a number that is more than `window` ahead of the next one after `done`. Raises InvalidField."""
+    if number > done + 1 + window:
+        raise InvalidField(
+            f"step {number} is too far ahead: the next one is {done + 1}, and at most {window} may be sent ahead of "
+            "it; wait for an answer first",
+            param="step",
+        )
 
 
 def _other_body(number: int) -> Conflict:

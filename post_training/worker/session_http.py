@@ -14,7 +14,6 @@ import anyio.to_thread
 from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
-from sqlalchemy.exc import SQLAlchemyError
 from starlette.datastructures import Headers
 from starlette.exceptions import HTTPException
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -24,14 +23,12 @@ from apis.errors import DataInvalid, InvalidField, MethodNotAllowed, NotFound, P
 from apis.faults import describe_faults, first_fault
 from apis.sft_sessions.protocol import TrainingServer
 from apis.sft_sessions.routes import TRAINING_PREFIX, create_training_router
-from post_training.owners import EVERYBODY
 from post_training.session_tokens import token_digest
+from post_training.worker.session_keys import OwnersKey
 
 logger = logging.getLogger(__name__)
 
 MAX_BODY_BYTES = 64 * 2**20
-FRESH_SECONDS = 1.0
-"""So long a revoked key may still be taken for good."""
 OPEN_PATH = f"{TRAINING_PREFIX}/health"
 _KINDS = {kind.http_status: kind for kind in (NotFound, MethodNotAllowed, TooLarge)}
 
@@ -63,37 +60,6 @@ class Presence:
         with self._lock:
             self._open -= 1
             self._last = self._monotonic()
-
-
-class OwnersKey:
-    """Whether the API key that a session belongs to is still good: read from the store at most once a second.
-
-    Args:
-        owner: its id, or what stands where no key owns the session.
-        is_live: asks the store about a key; a store that cannot be read changes nothing.
-    """
-
-    def __init__(
-        self, owner: str | None, is_live: Callable[[str], bool], monotonic: Callable[[], float] = time.monotonic
-    ) -> None:
-        self._owner = None if owner in (None, "", EVERYBODY) else owner
-        self._is_live = is_live
-        self._monotonic = monotonic
-        self._read_at = -FRESH_SECONDS
-        self._good = True
-
-    def good(self) -> bool:
-        if self._owner is not None and self._monotonic() - self._read_at >= FRESH_SECONDS:
-            self._read_at = self._monotonic()
-            try:
-                self._good = self._is_live(self._owner)
-            except SQLAlchemyError as error:
-                logger.warning("the API keys cannot be read: %s", type(error).__name__)
-        return self._good
-
-    @property
-    def is_key(self) -> bool:
-        return self._owner is not None
 
 
 def create_app(impl: TrainingServer, token_sha256: str, presence: Presence, key: OwnersKey) -> FastAPI:

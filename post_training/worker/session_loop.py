@@ -28,7 +28,7 @@ from post_training.worker.progress import ProgressReport, peak_bytes
 from post_training.worker.resume import CURSOR, find_resume_point
 from post_training.worker.saving import Saver
 from post_training.worker.session_calls import CallQueue
-from post_training.worker.session_server import SessionServer, launch_sft_server
+from post_training.worker.session_process import SessionServer
 from post_training.worker.session_state import Boundary, Session, answers_of
 from post_training.worker.session_work import default_name, do, save_named, save_to_resume, saved_answer
 
@@ -55,13 +55,14 @@ def run_session(
         PostgradError: why the session failed.
     """
     report = ProgressReport(lease)
-    trainer = _load(lease, spec, home, device, report, free)
-    with Announcer(lease, spec, home) as announcer:
-        size = checkpoint_size(spec, trainer)
-        check_start(home, size, after=1, inside=2, free=free)
-        saver = Saver(lease, spec, home, size, announcer, free)
-        session = _resumed(lease, spec, home, trainer, saver, report)
-        with launch_sft_server(session) as server:
+    with SessionServer() as server:
+        trainer = _load(lease, spec, home, device, report, free)
+        with Announcer(lease, spec, home) as announcer:
+            size = checkpoint_size(spec, trainer)
+            check_start(home, size, after=1, inside=2, free=free)
+            saver = Saver(lease, spec, home, size, announcer, free)
+            session = _resumed(lease, spec, home, trainer, saver, report)
+            server.open(session)
             try:
                 _Serving(session, server).run()(session)
             except BaseException as error:
@@ -129,12 +130,8 @@ class _Serving:
     def run(self) -> End:
         """Do calls until the session ends, and say how."""
         lease = self._session.lease
-        attempt = lease.store.get(lease.job_uuid).attempt
         self._session.report.phase("serve")
-        lease.update(
-            resources={SERVER: {"url": self._server.url, "attempt": attempt}},
-            message="the training server answers: its client may begin",
-        )
+        self._tell_where("the training server answers: its client may begin")
         self._timer.restart()
         try:
             while True:
@@ -145,11 +142,19 @@ class _Serving:
                 self._save_before_going()
             raise
 
+    def _tell_where(self, message: str) -> None:
+        lease = self._session.lease
+        attempt = lease.store.get(lease.job_uuid).attempt
+        lease.update(resources={SERVER: {"url": self._server.url, "attempt": attempt}}, message=message)
+
     def _turn(self) -> End | None:
         """One call, if one comes soon, and all that is to be looked after between two calls."""
         session = self._session
         if session.lease.should_stop():
             raise Interrupted
+        if not self._server.alive:
+            self._server.start_again(session)
+            self._tell_where("the training server died and was started again, at another address")
         call = session.calls.take(LOOK_SECONDS)
         if call is not None:
             do(session, call)

@@ -1,7 +1,9 @@
-"""The training server of one session: HTTP in a thread of the worker, which does the calls in its main thread.
+"""The training server of one session, a process of its own beside the worker that does the calls.
 
-It answers looks (`health`, `status`, `checkpoints`) by itself, so they take no turn. Batches are read, checked and
-tokenized here, while the model computes the steps before.
+    python -m post_training.worker.session_server      (started by `session_process.py`, joined to it by a socket)
+
+It parses, checks and tokenizes batches while the model computes the steps before, without taking the interpreter from
+the thread that drives the model: in one process a step of a tenth of a second took a fifth longer. No torch here.
 """
 
 from __future__ import annotations
@@ -11,13 +13,13 @@ import hashlib
 import ipaddress
 import json
 import logging
+import os
+import signal
 import socket
-import sys
-import threading
-import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import TimeoutError as AnswerTimeout
 from contextlib import contextmanager
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +27,7 @@ import anyio
 import anyio.to_thread
 import uvicorn
 
-from apis.errors import BadRequest
+from apis.errors import BadRequest, Unavailable
 from apis.sft_sessions.training_models import (
     Batch,
     CallResponse,
@@ -45,7 +47,6 @@ from apis.sft_sessions.training_models import (
     ValidateRequest,
     ValidateResponse,
 )
-from post_training.catalog.keys import ApiKeys
 from post_training.data.chat import ChatTokenizer
 from post_training.data.planning import max_seq_len
 from post_training.data.session_batches import BatchReader
@@ -53,106 +54,35 @@ from post_training.data.token_rows import row_bytes
 from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import JobSpec
 from post_training.listening import listen, url_of
-from post_training.worker.session_calls import Answer, Call
-from post_training.worker.session_http import OwnersKey, Presence, create_app
-from post_training.worker.session_state import Session
-from post_training.worker.session_work import LoadWork, SaveWork, StepWork, UpdateWork, told
+from post_training.worker.session_calls import Answer, refuse_far
+from post_training.worker.session_http import Presence, create_app
+from post_training.worker.session_keys import OwnersKey
+from post_training.worker.session_link import Link
+from post_training.worker.session_messages import (
+    LINK_VARIABLE,
+    STOP_SECONDS,
+    LoadWork,
+    Opening,
+    SaveWork,
+    StepWork,
+    UpdateWork,
+)
 
-logger = logging.getLogger(__name__)
-
-START_SECONDS = 30.0
-STOP_SECONDS = 5.0
-SWITCH_SECONDS = 0.0005
-
-
-class SessionServer:
-    """A running training server.
-
-    Attributes:
-        url: where it answers.
-    """
-
-    def __init__(self, url: str, presence: Presence, key: OwnersKey) -> None:
-        self.url = url
-        self._presence = presence
-        self._key = key
-
-    def silent_for(self) -> float:
-        """Seconds since the client's last call was answered; 0 while one is open."""
-        return self._presence.silent_for()
-
-    def revoked(self) -> bool:
-        """Whether the API key that the session belongs to was revoked, to within a second."""
-        return not self._key.good()
-
-
-@contextmanager
-def launch_sft_server(session: Session) -> Iterator[SessionServer]:
-    """Serve a session on a free port of its host until the block ends.
-
-    Raises:
-        OSError: the host is no address of this machine.
-        RuntimeError: the server did not start in time.
-    """
-    settings = session.spec.session
-    assert settings is not None
-    presence = Presence()
-    store = session.lease.store
-    key = OwnersKey(store.get(session.spec.job_uuid).owned_by, ApiKeys(store.database).is_live)
-    app = create_app(SessionCalls(session), settings.token_sha256, presence, key)
-    listener = listen(settings.host, 0)
-    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # a log of the job tells of the job
-    server = uvicorn.Server(
-        uvicorn.Config(
-            app,
-            lifespan="off",
-            log_config=None,
-            access_log=False,
-            server_header=False,
-            ws="none",
-            timeout_keep_alive=75,
-            timeout_graceful_shutdown=int(STOP_SECONDS),
-        )
-    )
-    # The main thread takes the interpreter back between two operations of the model; by default it would wait up to
-    # 5 ms for it each time while a batch is read here.
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(SWITCH_SECONDS)
-    thread = threading.Thread(target=server.run, args=([listener],), name="training-server", daemon=True)
-    thread.start()
-    try:
-        _wait_until_started(server, thread)
-        yield SessionServer(_url(listener), presence, key)
-    finally:
-        server.should_exit = True
-        thread.join(STOP_SECONDS + 1)
-        listener.close()
-        sys.setswitchinterval(interval)
-
-
-def _url(listener: socket.socket) -> str:
-    """Where clients find it: of a server on all addresses, by the one under which other machines know this one."""
-    host, port = listener.getsockname()[:2]
-    if ipaddress.ip_address(host).is_unspecified:
-        host = socket.gethostbyname(socket.gethostname())
-    return url_of(host, port)
-
-
-def _wait_until_started(server: uvicorn.Server, thread: threading.Thread) -> None:
-    deadline = time.monotonic() + START_SECONDS
-    while not server.started:
-        if not thread.is_alive() or time.monotonic() > deadline:
-            raise RuntimeError("the training server did not start")
-        time.sleep(0.005)
+KEY_SECONDS = 5.0
+"""The longest wait for what the worker says of the owner's key; one that it does not tell of in time counts as good."""
 
 
 class SessionCalls:
-    """Implements apis.sft_sessions.TrainingServer: turns requests into calls of the session's queue."""
+    """Implements apis.sft_sessions.TrainingServer: turns requests into calls that the worker does."""
 
-    def __init__(self, session: Session) -> None:
-        self._session = session
-        self._calls = session.calls
-        self._reader = _reader_of(session.spec)
+    def __init__(self, opening: Opening, link: Link) -> None:
+        settings = opening.spec.session
+        assert settings is not None
+        self._settings = settings
+        self._spec = opening.spec
+        self._link = link
+        self._done = opening.done
+        self._reader = _reader_of(opening.spec)
         # One at a time: reading batches beside each other would only take the processor from the model.
         self._reading = anyio.CapacityLimiter(1)
 
@@ -160,14 +90,12 @@ class SessionCalls:
         return HealthResponse()
 
     async def status(self) -> TrainingStatusResponse:
-        spec, settings = self._session.spec, self._session.spec.session
-        assert settings is not None
         return TrainingStatusResponse(
-            job_id=spec.job_uuid,
-            model=spec.model.identifier,
-            window=settings.window,
-            lease_seconds=settings.lease_seconds,
-            **self._session.status(),
+            job_id=self._spec.job_uuid,
+            model=self._spec.model.identifier,
+            window=self._settings.window,
+            lease_seconds=self._settings.lease_seconds,
+            **await self._ask("status"),
         )
 
     async def heartbeat(self) -> TrainingStatusResponse:
@@ -186,11 +114,11 @@ class SessionCalls:
 
     async def validate(self, request: ValidateRequest) -> ValidateResponse:
         rows = await self._read(request)
-        return ValidateResponse(**await self._answer(self._looking("validate", StepWork(rows), request.after_step)))
+        return ValidateResponse(**await self._looking("validate", StepWork(rows), request.after_step))
 
     async def save_checkpoint(self, request: SaveCheckpointRequest) -> SaveCheckpointResponse:
         work = SaveWork(request.name, request.cursor, request.validation_loss, request.wait)
-        return SaveCheckpointResponse(**await self._answer(self._looking("save_checkpoint", work, request.after_step)))
+        return SaveCheckpointResponse(**await self._looking("save_checkpoint", work, request.after_step))
 
     async def load_checkpoint(self, request: LoadCheckpointRequest) -> CallResponse:
         digest = _digest("load_checkpoint", [], [request.name, request.optimizer, request.cursor])
@@ -198,22 +126,22 @@ class SessionCalls:
         return CallResponse(**await self._changing("load_checkpoint", work, request.step, digest))
 
     async def checkpoints(self) -> ListCheckpointsResponse:
-        rows = await anyio.to_thread.run_sync(self._session.rows)
-        named = [told(self._session, row) for row in rows if row.name is not None]
+        named = await self._ask("checkpoints")
         return ListCheckpointsResponse(checkpoints=[SessionCheckpoint.model_validate(each) for each in named])
 
     async def complete(self) -> EndResponse:
-        return EndResponse(**await self._answer(self._looking("complete", None, None)))
+        return EndResponse(**await self._looking("complete", None, None))
 
     async def pause(self) -> EndResponse:
-        return EndResponse(**await self._answer(self._looking("pause", None, None)))
+        return EndResponse(**await self._looking("pause", None, None))
 
     async def _step(self, kind: str, request: ForwardBackwardRequest, lr: float | None) -> Answer:
-        self._calls.check(request.step)  # before the work of reading the batch
+        if request.step is not None:  # before the work of reading the batch
+            refuse_far(request.step, self._done, self._settings.window)
         try:
             rows = await self._read(request)
         except BadRequest:
-            self._calls.refused(request.step)
+            await self._ask("refused", request.step)
             raise
         digest = _digest(kind, rows, [lr, request.cursor])
         return await self._changing(kind, StepWork(rows, lr, request.cursor), request.step, digest)
@@ -222,15 +150,16 @@ class SessionCalls:
         return await anyio.to_thread.run_sync(self._reader.read, batch, limiter=self._reading)
 
     async def _changing(self, kind: str, work: Any, number: int | None, digest: str) -> Answer:
-        return await self._answer(Call(kind, work, changes=True, number=number, digest=digest))
+        answer: Answer = await self._ask("change", kind, work, number, digest)
+        self._done = max(self._done, answer["step"])
+        return answer
 
-    def _looking(self, kind: str, work: Any, after: int | None) -> Call:
-        return Call(kind, work, changes=False, after=after or 0)
+    async def _looking(self, kind: str, work: Any, after: int | None) -> Answer:
+        return await self._ask("look", kind, work, after or 0)
 
-    async def _answer(self, call: Call) -> Answer:
-        answer: Future[Answer] = self._calls.submit(call)
+    async def _ask(self, kind: str, *arguments: Any) -> Any:
         # Shielded: the call is done once, whether or not whoever sent it still waits.
-        return await asyncio.shield(asyncio.wrap_future(answer))
+        return await asyncio.shield(asyncio.wrap_future(self._link.ask(kind, *arguments)))
 
 
 def _reader_of(spec: JobSpec) -> BatchReader:
@@ -256,3 +185,78 @@ def _digest(kind: str, rows: Sequence[TokenizedRow], rest: Any) -> str:
         digest.update(row_bytes(row))
     digest.update(json.dumps(rest, sort_keys=True).encode())
     return digest.hexdigest()
+
+
+# -- the process ------------------------------------------------------------------------------------------------------
+
+
+class _Server(uvicorn.Server):
+    """Serves `config.app`. Ends when the worker says so, and not by signals: the worker gets those, and saves first."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            uvicorn.Config(
+                "",
+                lifespan="off",
+                log_config=None,
+                access_log=False,
+                server_header=False,
+                ws="none",
+                timeout_keep_alive=75,
+                timeout_graceful_shutdown=int(STOP_SECONDS),
+            )
+        )
+
+    def stop(self) -> None:
+        self.should_exit = True
+
+    @contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        for each in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(each, signal.SIG_IGN)
+        yield
+
+
+def main() -> None:
+    logging.basicConfig(
+        level=os.environ.get("LOG_LEVEL", "INFO").upper(), format="%(asctime)s %(levelname)s %(message)s"
+    )
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)  # a log of the job tells of the job
+    connection = Connection(int(os.environ.pop(LINK_VARIABLE)))
+    opening: Opening = connection.recv()
+    settings = opening.spec.session
+    assert settings is not None
+    try:
+        listener = listen(settings.host, 0)
+    except OSError as error:
+        connection.send(Unavailable(f"a training server cannot listen on {settings.host!r}: {error.strerror}"))
+        return
+    connection.send(_url(listener))
+    presence, server = Presence(), _Server()
+    # Without the worker there is nothing to serve: it has died.
+    link = Link(connection, {"silent": presence.silent_for, "stop": server.stop}, on_end=lambda: os._exit(1))
+    key = _owners_key(opening, link)
+    server.config.app = create_app(SessionCalls(opening, link), settings.token_sha256, presence, key)
+    server.run([listener])
+
+
+def _owners_key(opening: Opening, link: Link) -> OwnersKey:
+    def is_live(_owner: str) -> bool:
+        try:
+            return link.ask("live").result(KEY_SECONDS)
+        except AnswerTimeout:
+            return True
+
+    return OwnersKey("owner" if opening.owned else None, is_live)
+
+
+def _url(listener: socket.socket) -> str:
+    """Where clients find it: of a server on all addresses, by the one under which other machines know this one."""
+    host, port = listener.getsockname()[:2]
+    if ipaddress.ip_address(host).is_unspecified:
+        host = socket.gethostbyname(socket.gethostname())
+    return url_of(host, port)
+
+
+if __name__ == "__main__":
+    main()

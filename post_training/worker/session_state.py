@@ -18,8 +18,7 @@ from post_training.worker.lease import Lease
 from post_training.worker.progress import LossSoFar, ProgressReport
 from post_training.worker.saving import Saver
 from post_training.worker.session_calls import Call, CallQueue, Done
-
-ClientCursor = dict[str, Any]
+from post_training.worker.session_messages import ClientCursor
 
 
 @dataclass

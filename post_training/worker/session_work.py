@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
 
 from apis.errors import BadRequest, CheckpointNotFound, Conflict, DiskFull, ModelInvalid
 from apis.post_training.models import PostTrainingMetric
@@ -19,43 +18,8 @@ from post_training.worker.announcing import session_id
 from post_training.worker.progress import finite
 from post_training.worker.saving import Snapshot
 from post_training.worker.session_calls import Answer, Call
-from post_training.worker.session_state import ClientCursor, Session
-
-
-@dataclass(frozen=True)
-class StepWork:
-    """What `train_step`, `forward_backward` and `validate` are done with."""
-
-    rows: list[TokenizedRow]
-    lr: float | None = None
-    cursor: ClientCursor | None = None
-
-
-@dataclass(frozen=True)
-class UpdateWork:
-    """What `optim_step` is done with."""
-
-    lr: float | None = None
-    cursor: ClientCursor | None = None
-
-
-@dataclass(frozen=True)
-class SaveWork:
-    """What `save_checkpoint` is done with. `wait`: it is answered once it is verified."""
-
-    name: str | None
-    cursor: ClientCursor | None = None
-    validation_loss: float | None = None
-    wait: bool = True
-
-
-@dataclass(frozen=True)
-class LoadWork:
-    """What `load_checkpoint` is done with."""
-
-    name: str
-    optimizer: bool
-    cursor: ClientCursor | None = None
+from post_training.worker.session_messages import LoadWork, SaveWork, StepWork, UpdateWork
+from post_training.worker.session_state import Session
 
 
 def do(session: Session, call: Call) -> None:
