@@ -47,9 +47,7 @@ def add_exception_handlers(app: FastAPI) -> None:
     app.add_exception_handler(HTTPException, _on_http_exception)
 
 
-def error_response(
-    error: PostgradError, path: str, status: int | None = None, part: str = "body"
-) -> JSONResponse:
+def error_response(error: PostgradError, path: str, status: int | None = None, part: str = "body") -> JSONResponse:
     """The answer to a request to `path` that `error` ended.
 
     Args:

@@ -43,7 +43,7 @@ def sampling(**params: Any) -> dict[str, Any]:
         ("/v1/datasets", {"dataset_id": "w", "url": {"uri": "s3://b/a.csv"}, "dataset_schema": {}}, "url.uri"),
         ("/alpha/datasets/register", {"dataset_id": "w", "url": "s3://b/a.csv", "dataset_schema": {}}, "url"),
         ("/alpha/datasets/register", {"dataset_id": "w", "url": {"uri": ""}}, "url.uri"),
-        ("/alpha/datasets/register", {"dataset_id": "w", "url": {"url": "a"}}, "url.url"),
+        ("/alpha/datasets/register", {"dataset_id": "w", "url": {"url": "a"}}, "url"),
         (
             "/v1/datasets",
             {"dataset_id": "w", "url": {"uri": "x"}, "provider_id": "huggingface", "metadata": {"path": "../x"}},
@@ -130,7 +130,7 @@ def test_only_names_are_changed_in_a_message():
         ("POST", "/v1/" + SUBMIT, {"json": FINE_TUNE_CLI | {"training_config": "{n: 1}"}}, "body.training_config"),
         ("POST", "/v1/" + SUBMIT, {"json": FINE_TUNE_SDK | {"n": 1}}, "body.n"),
         ("POST", "/v1/" + SUBMIT, {"content": b"{"}, "body.1"),
-        ("POST", "/v1/" + SUBMIT, {"content": b"\xff\xfe"}, "body"),
+        ("POST", "/v1/" + SUBMIT, {"content": b"\xff\xfe"}, "body.0"),
         ("POST", "/v1/" + SUBMIT, {"content": b"[" * 100_000}, "body"),
         ("POST", "/v1beta/datasets", {"content": b"\x80"}, "body"),
         ("POST", "/v1/models", {"json": {"model_id": "x", "metadata": "{"}}, "body.metadata"),

@@ -72,7 +72,7 @@ def test_an_older_workbook_is_told_to_be_saved_anew():
 
 
 def test_text_under_a_workbooks_own_type_is_refused():
-    with pytest.raises(DataInvalid, match="not an .xlsx workbook"):
+    with pytest.raises(DataInvalid, match=r"not an \.xlsx workbook"):
         read(data_uri(XLSX, CSV))
 
 

@@ -18,7 +18,7 @@ import openpyxl.chart
 import pytest
 
 from apis.datasets.models import URIDataSource
-from apis.errors import DataInvalid, PostgradError
+from apis.errors import DataInvalid
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.worker import xlsx_source
 from post_training.worker.printing import ERROR_EXIT_CODE

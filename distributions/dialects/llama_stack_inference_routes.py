@@ -19,7 +19,6 @@ from distributions.dialects.llama_stack_inference import ChatCompletionBody, Com
 from distributions.dialects.words import speak
 
 
-
 class Metric(ResponseModel):
     metric: str
     value: float
