@@ -158,8 +158,9 @@ def _named_strategy(value: object) -> str | None:
 
 def _with_unknown_name(value: object) -> object:
     """Put a name that is none where its fault is told with those that there are."""
-    named = isinstance(value, dict) and isinstance(value.get("strategy"), str)
-    return {**value, "strategy": {"type": value["strategy"]}} if named else value
+    if not isinstance(value, dict) or not isinstance(value.get("strategy"), str):
+        return value
+    return {**value, "strategy": {"type": value["strategy"]}}
 
 
 def _beside_the_name(error: ValidationError, name: str) -> ValidationError:

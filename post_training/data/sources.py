@@ -260,7 +260,7 @@ def _as_file(content: bytes, kind: FileKind) -> BinaryIO:
     """Content that can be read as a file; a file indeed where another process reads it."""
     if _told(kind, content) not in _IN_PROCESS:
         return io.BytesIO(content)
-    file = tempfile.TemporaryFile()
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by who reads
     file.write(content)
     file.seek(0)
     return cast(BinaryIO, file)
@@ -268,8 +268,11 @@ def _as_file(content: bytes, kind: FileKind) -> BinaryIO:
 
 def _told(kind: FileKind, beginning: bytes) -> FileKind:
     """What a file of `kind` is: `sniff` may be one that is not text."""
-    magic = next((found for start, found in _MAGIC if beginning.startswith(start)), kind)
-    return magic if kind == "sniff" else kind
+    if kind == "sniff":
+        for start, found in _MAGIC:
+            if beginning.startswith(start):
+                return found
+    return kind
 
 
 def _decode_payload(payload: str, is_base64: bool) -> bytes:
