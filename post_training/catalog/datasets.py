@@ -297,17 +297,18 @@ class DatasetCatalog:
             row.rows_bytes += len(content)
 
     def _store_rows(self, identifier: str, rows: Iterable[Row], policy: SourcePolicy) -> tuple[str, int]:
-        most = policy.max_inline_bytes * MAX_UNPACKING
+        size, most = 0, policy.max_inline_bytes * MAX_UNPACKING
         with self._new_file(identifier) as file:
-            for number, row in enumerate(rows):
-                file.write(encode_row(row, number))
-                if file.tell() > most:
+            for part in _encoded(rows):
+                size += len(part)
+                if size > most:
                     raise TooLarge(
                         f"the rows of this source take more than {most} bytes as JSON lines: put them in a file under "
                         "a folder this server reads from and register its path",
                         param="source",
                     )
-            return self._place(file, identifier, "jsonl"), file.tell()
+                _write_all(file.fileno(), part)
+            return self._place(file, identifier, "jsonl"), size
 
     def _fetch(self, row: DatasetRow, url: str, policy: SourcePolicy) -> None:
         """Keep a copy of what a URL gives now: jobs read the same rows whenever they run, and open no connection."""
@@ -453,8 +454,23 @@ def _append_durably(path: Path, size: int, content: bytes) -> None:
         _write_through(file.fileno(), content)
 
 
+def _encoded(rows: Iterable[Row]) -> Iterator[bytes]:
+    """Rows as JSON lines, in parts of a MiB or a little more."""
+    part = bytearray()
+    for number, row in enumerate(rows):
+        part += encode_row(row, number)
+        if len(part) >= _SMALL_BYTES:
+            yield bytes(part)
+            part.clear()
+    yield bytes(part)
+
+
 def _write_through(descriptor: int, content: bytes) -> None:
+    _write_all(descriptor, content)
+    os.fsync(descriptor)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
-    os.fsync(descriptor)
