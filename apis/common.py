@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Iterable
 from enum import StrEnum
-from typing import Annotated, Any
+from types import NoneType, UnionType
+from typing import Annotated, Any, Union, get_args, get_origin
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema
+from pydantic import AfterValidator, BaseModel, ConfigDict, WithJsonSchema, model_validator
 
 from apis.errors import InvalidField
 
@@ -18,6 +20,7 @@ MAX_IDENTIFIER_LENGTH = 255
 MAX_NESTING = 200
 # The largest number that a store keeps and a sequence can be indexed with.
 MAX_INTEGER = 2**63 - 1
+_UNIONS = (Union, UnionType)
 
 
 class Api(StrEnum):
@@ -32,9 +35,39 @@ class Api(StrEnum):
 
 
 class RequestModel(BaseModel):
-    """Base of everything a client sends: an unknown field is refused by name."""
+    """Base of everything a client sends: an unknown field is refused by name.
+
+    SDKs send as null what their caller has not set, so null means absent wherever a field may be left out; a field that
+    gives null a meaning of its own keeps it.
+    """
 
     model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_means_absent(cls, value: Any) -> Any:
+        if not isinstance(value, dict) or not any(item is None for item in value.values()):
+            return value
+        absent = _absent_when_null(cls)
+        return {name: item for name, item in value.items() if item is not None or name not in absent}
+
+
+@functools.cache
+def _absent_when_null(model: type[RequestModel]) -> frozenset[str]:
+    """The fields that may be left out and have no meaning for null."""
+    fields = model.model_fields.items()
+    return frozenset(name for name, field in fields if not (field.is_required() or _takes_null(field.annotation)))
+
+
+def _takes_null(annotation: Any) -> bool:
+    if annotation in (Any, None, NoneType):
+        return True
+    parts = get_args(annotation)
+    if get_origin(annotation) is Annotated:
+        parts = parts[:1]
+    elif get_origin(annotation) not in _UNIONS:
+        return False
+    return any(_takes_null(part) for part in parts)
 
 
 class ResponseModel(BaseModel):

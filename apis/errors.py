@@ -268,12 +268,15 @@ def field_path(location: Sequence[int | str], value: Any) -> list[int | str]:
     """Where in `value` a fault of pydantic lies, as whoever wrote `value` knows it.
 
     Args:
-        location: pydantic's; for a tagged union it holds the tag as well, which is left out here.
+        location: pydantic's; for a tagged union it holds the tag as well, which is left out here, and so is what a text
+            or number was made into.
         value: the JSON value that did not fit.
     """
     path: list[int | str] = []
     node, tag_left_out = value, False
     for index, part in enumerate(location):
+        if path and isinstance(node, str | int | float):
+            break
         is_last = index == len(location) - 1
         if isinstance(node, Mapping) and node.get("type") == part and not tag_left_out and not is_last:
             tag_left_out = True

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from apis.errors import field_path
+from apis.errors import PostgradError, field_path
 
 MAX_FAULTS = 20
 _MAX_NAME = 100
@@ -20,6 +20,13 @@ def describe_faults(
         left_out: parts of a place that begin so are no part of what was sent.
     """
     return [_fault(item, body, left_out) for item in faults[:MAX_FAULTS]]
+
+
+def fault_of(error: PostgradError, part: str = "body") -> dict[str, Any]:
+    """The fault that an error of ours tells, in the same shape; `part` of the request is where its `param` lies."""
+    param = error.param.split(".") if error.param else []
+    place = [part, *(int(name) if name.isdecimal() else name for name in param)]
+    return {"loc": place, "msg": error.message, "type": error.code}
 
 
 def first_fault(faults: Sequence[Mapping[str, Any]]) -> tuple[str | None, str]:

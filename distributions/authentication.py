@@ -160,7 +160,7 @@ class Authenticate:
         try:
             caller = await self._caller(scope)
         except (Unauthorized, InvalidField) as error:
-            response = error_response(error, scope["path"])
+            response = error_response(error, scope["path"], part="header")
             if isinstance(error, Unauthorized):
                 response.headers["www-authenticate"] = "Bearer"
             await response(scope, receive, send)

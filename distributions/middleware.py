@@ -11,7 +11,10 @@ import anyio.to_thread
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from distributions.dialects.words import Words, speak
+
 Translation = Callable[[dict[str, Any]], dict[str, Any]]
+TellWords = Callable[[dict[str, Any]], Words]
 SMALL_BODY_BYTES = 2**18
 
 
@@ -33,10 +36,16 @@ class TraceId:
 
 
 class TranslateBody:
-    """Hands the JSON object in a request's body to the translation of its path, so that routes see one shape only."""
+    """Hands the JSON object in a request's body to the translation of its path, so that routes see one shape only.
 
-    def __init__(self, app: ASGIApp, translations: Mapping[str, Translation]) -> None:
-        self.app, self.translations = app, translations
+    Args:
+        words: for paths whose translation moves fields, what the moved ones are called in a body; see `dialects.words`.
+    """
+
+    def __init__(
+        self, app: ASGIApp, translations: Mapping[str, Translation], words: Mapping[str, TellWords] | None = None
+    ) -> None:
+        self.app, self.translations, self.words = app, translations, words or {}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         posted = scope["type"] == "http" and scope["method"] == "POST"
@@ -44,11 +53,13 @@ class TranslateBody:
         if translation is None:
             await self.app(scope, receive, send)
             return
-        body = await _read(receive)
+        body, tell = await _read(receive), self.words.get(scope["path"])
         if len(body) <= SMALL_BODY_BYTES:
-            body = _translated(body, translation)
+            body, words = _translated(body, translation, tell)
         else:  # takes long enough to keep other requests waiting
-            body = await anyio.to_thread.run_sync(_translated, body, translation)
+            body, words = await anyio.to_thread.run_sync(_translated, body, translation, tell)
+        if words:
+            speak(scope, words)
         given = False
 
         async def replay() -> Message:
@@ -71,15 +82,15 @@ async def _read(receive: Receive) -> bytes:
     return b"".join(parts)
 
 
-def _translated(body: bytes, translation: Translation) -> bytes:
+def _translated(body: bytes, translation: Translation, tell: TellWords | None) -> tuple[bytes, Words]:
     try:
         value = json.loads(body)
     except (ValueError, RecursionError):
-        return body  # the route says what is wrong with it
+        return body, {}  # the route says what is wrong with it
     if not isinstance(value, dict):
-        return body
-    translated = translation(value)
-    return body if translated == value else json.dumps(translated).encode()
+        return body, {}
+    translated, words = translation(value), tell(value) if tell else {}
+    return body if translated == value else json.dumps(translated).encode(), words
 
 
 def _with_length(scope: Scope, length: int) -> Scope:

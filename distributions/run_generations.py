@@ -67,11 +67,16 @@ def keep_ours(raw: Section, own: Collection[str], environ: Mapping[str, str], so
         kept["registered_resources"] = _keep_resources(raw["registered_resources"], source)
     _keep_apis(kept, source)
     external = _external_types(raw.get("external_providers_dir"), environ, source)
-    if isinstance(kept.get("providers"), dict):
+    providers = kept.get("providers")
+    if isinstance(providers, dict):
         kept["providers"] = {
-            api: _keep_providers(Api(api), entries, external, environ, source)
-            for api, entries in kept["providers"].items()
+            api: _keep_providers(Api(api), entries, external, environ, source) for api, entries in providers.items()
         }
+        owners = _owners(providers, kept["providers"], environ)
+        for place, section in (("", kept), ("registered_resources.", kept.get("registered_resources"))):
+            for name in _RESOURCES:
+                if isinstance(section, dict) and isinstance(section.get(name), list):
+                    section[name] = _keep_listed(section[name], f"{place}{name}", owners[name], environ, source)
     return kept
 
 
@@ -154,6 +159,44 @@ def _left_out(api: Api, head: Section, external: Collection[tuple[str, str]]) ->
         have = ", ".join(types_of(api)) or "none"
         return f"{kind!r} is a provider of Llama Stack's that this stack does not have; it has {have}"
     return None
+
+
+def _owners(given: Section, kept: Section, environ: Mapping[str, str]) -> dict[str, set[object]]:
+    """The ids of providers that a listed model or data set may name, None among them where it need name none.
+
+    A model that names none is of the only provider of inference, and goes with it.
+    """
+    on = {api: [head for head in _heads(entries, environ) if _is_on(head)] for api, entries in kept.items()}
+    ids: set[object] = {head["provider_id"] for heads in on.values() for head in heads}
+    inference = Api.inference.value
+    had_inference = any(map(_is_on, _heads(given.get(inference), environ)))
+    return {"models": ids if had_inference and not on[inference] else {*ids, None}, "datasets": {*ids, None}}
+
+
+def _heads(entries: Any, environ: Mapping[str, str]) -> list[Any]:
+    return substitute([_head(entry) for entry in entries], environ) if isinstance(entries, list) else []
+
+
+def _keep_listed(
+    entries: list[Any], place: str, owners: Collection[object], environ: Mapping[str, str], source: str
+) -> list[Any]:
+    """The entries whose provider is there: those of another may name variables that nobody has set."""
+    kept: list[Any] = []
+    for index, entry in enumerate(entries):
+        owner = _owner(entry, environ, f"{place}.{index}") if isinstance(entry, dict) else DISABLED
+        if owner in owners or owner == DISABLED:
+            kept.append(entry)
+        else:
+            whose = "its provider is" if owner is None else f"there is no provider {owner!r}, or it is"
+            log.warning("%s: %s.%d is left out, since %s left out", source, place, index, whose)
+    return kept
+
+
+def _owner(entry: Section, environ: Mapping[str, str], place: str) -> object:
+    """The provider that an entry names, `DISABLED` where it is switched off by naming nothing."""
+    given = entry.get("provider_id")
+    owner = substitute({"provider_id": given}, environ, place)["provider_id"] or None
+    return DISABLED if owner is None and given is not None else owner
 
 
 def _external_types(folder: Any, environ: Mapping[str, str], source: str) -> set[tuple[str, str]]:

@@ -24,7 +24,7 @@ from apis.body_limit import BodyLimit
 from apis.common import Api
 from apis.errors import PortBusy, RunConfigInvalid, StackError
 from apis.sft_sessions.protocol import OffersSessions
-from distributions.authentication import Authenticate, KeyRing, hash_key, is_loopback, store_has_keys
+from distributions.authentication import HASH_PREFIX, Authenticate, KeyRing, hash_key, is_loopback, store_has_keys
 from distributions.dialects import llama_stack_alpha as alpha
 from distributions.dialects import llama_stack_alpha_catalog as alpha_catalog
 from distributions.dialects import llama_stack_v1 as v1
@@ -47,6 +47,10 @@ from providers.spec import ProviderSpec
 
 KEY_VARIABLE = "POSTGRAD_API_KEY"
 STREAM_GRACE_SECONDS = 2
+# 16 characters of a password generator are beyond guessing over a network; what people think up is mostly shorter.
+MIN_KEY_LENGTH, MIN_KEY_SYMBOLS = 16, 6
+
+log = logging.getLogger(__name__)
 
 
 def create_app(stack: Stack, api_key: str | None = None) -> FastAPI:
@@ -70,7 +74,7 @@ def create_app(stack: Stack, api_key: str | None = None) -> FastAPI:
     # The one added last meets a request first.
     app.add_middleware(Methods)
     app.add_middleware(StreamsWithoutDone)
-    app.add_middleware(TranslateBody, translations=v1.body_translations())
+    app.add_middleware(TranslateBody, translations=v1.body_translations(), words=v1.body_words())
     app.add_middleware(BodyLimit, limit=stack.config.server.max_body_bytes, answer=error_response)
     administrator = None if api_key is None else hash_key(api_key)
     app.add_middleware(Authenticate, keys=KeyRing(ApiKeys(stack.database)), administrator=administrator)
@@ -98,7 +102,7 @@ def _mount(app: FastAPI, stack: Stack) -> None:
         app.include_router(alpha.create_alpha_jobs_router(post_training), prefix="/alpha")
         if isinstance(post_training, OffersSessions):
             app.include_router(apis.sft_sessions.routes.create_scheduler_router(post_training.sessions))
-    app.include_router(create_other_apis_router(), prefix="/v1")
+    app.include_router(create_other_apis_router())
 
 
 def _mount_models(app: FastAPI, stack: Stack) -> None:
@@ -141,7 +145,7 @@ def serve(
 
 
 def check_exposure(host: str, api_key: str | None, has_keys: Callable[[], bool] = lambda: False) -> None:
-    """Refuse a key that is no key, and to serve other machines without one.
+    """Refuse a key that is no key, and to serve other machines without one or with one that can be guessed.
 
     Args:
         has_keys: whether there are keys in the store; asked only where that decides.
@@ -151,11 +155,30 @@ def check_exposure(host: str, api_key: str | None, has_keys: Callable[[], bool] 
     """
     if api_key is not None:
         hash_key(api_key)
+        _check_strength(api_key, others_reach=not is_loopback(host))
     if api_key is None and not is_loopback(host) and not has_keys():
         raise StackError(
             f"host {host} can be reached from other machines, so an API key is needed: make one with "
             f"`postgrad keys create`, set ${KEY_VARIABLE} (or server.api_key in the run.yaml), or serve on 127.0.0.1"
         )
+
+
+def _check_strength(api_key: str, others_reach: bool) -> None:
+    """Refuse an administrator's key that can be guessed where others can try, elsewhere warn. A digest tells nothing.
+
+    Raises:
+        StackError
+    """
+    if api_key.startswith(HASH_PREFIX) or (len(api_key) >= MIN_KEY_LENGTH and len(set(api_key)) >= MIN_KEY_SYMBOLS):
+        return
+    fault = (
+        f"the administrator's API key can be guessed: it needs at least {MIN_KEY_LENGTH} characters, of which "
+        f"{MIN_KEY_SYMBOLS} differ; set ${KEY_VARIABLE} (or server.api_key) to what `openssl rand -hex 32` prints, or "
+        "leave it out and use `postgrad keys create`"
+    )
+    if others_reach:
+        raise StackError(fault)
+    log.warning("%s", fault)
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -19,11 +19,11 @@ from sqlalchemy.exc import SQLAlchemyError
 import post_training.jobs.tables  # noqa: F401
 from apis.common import Api
 from apis.datasets.models import RegisterDatasetRequest
-from apis.errors import Conflict, PostgradError, RunConfigInvalid, StackError
+from apis.errors import Conflict, ModelNotFound, PostgradError, RunConfigInvalid, StackError
 from apis.models.models import RegisterModelRequest
 from distributions.home import ensure_home, lock_home
 from distributions.resolver import BuiltProvider, PlannedProvider, build
-from distributions.run_config import StackRunConfig
+from distributions.run_config import ModelEntry, StackRunConfig
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
 from post_training.job_files import finish_deletions
@@ -31,6 +31,7 @@ from post_training.jobs.database import Database, SchemaRow, store_error
 from post_training.jobs.scheduler import Scheduler, local_scheduler
 from post_training.jobs.store import JobStore
 from post_training.owners import STACK, acting_as
+from providers.registry import ALIASES
 
 log = logging.getLogger(__name__)
 
@@ -184,6 +185,11 @@ async def _register_listed(stack: Stack) -> None:
                 await stack.models.register_model(RegisterModelRequest(**model.model_dump()))
             except Conflict as error:
                 log.warning("models.%d: the stored one stays: %s", index, error.message)
+            except ModelNotFound as error:
+                if not _of_llama_stack(stack.config, model):
+                    raise
+                how = "the server runs without it; `postgrad models import FOLDER --model-id ID` brings it in"
+                log.warning("models.%d: %s: %s", index, error.message, how)
     for index, dataset in enumerate(stack.config.datasets):
         if dataset.provider_id and dataset.provider_id not in ids:
             log.warning("datasets.%d: %s: no provider %s is configured", index, dataset.dataset_id, dataset.provider_id)
@@ -195,6 +201,13 @@ async def _register_listed(stack: Stack) -> None:
             except Conflict as error:
                 # Editing the file must not keep the server down, where alone the old one could be unregistered.
                 log.warning("datasets.%d: the stored one stays: %s", index, error.message)
+
+
+def _of_llama_stack(config: StackRunConfig, model: ModelEntry) -> bool:
+    """Whether a model is listed for a provider under Llama Stack's name: its files lie where that server had them."""
+    entries = [entry for entry in config.providers.get(Api.inference, []) if entry.enabled]
+    named = [entry for entry in entries if model.provider_id in (None, "", entry.provider_id)]
+    return any((Api.inference, entry.provider_type) in ALIASES for entry in named)
 
 
 @contextmanager

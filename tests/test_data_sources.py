@@ -165,7 +165,7 @@ def test_other_data_uris_read_as_rows(uri: str):
     [
         ("data:text/csv;base64", "no comma"),
         ("data:text/csv;base64,%%%", "not valid base64"),
-        ("data:application/vnd.ms-excel;base64,AAAA", "'application/vnd.ms-excel' is not read"),
+        ("data:image/png;base64,AAAA", "'image/png' is not read: send text/csv"),
         ("http://127.0.0.1/a.jsonl", "not read over 'http'"),
         ("https://example.com/a.jsonl", "not read over 'https'"),
         ("s3://bucket/a.jsonl", "not read over 's3'"),

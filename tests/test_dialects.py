@@ -206,6 +206,21 @@ def test_everything_else_that_the_clients_call_answers(
     assert answer.status_code in (200, 204), answer.text
 
 
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [
+        *((f"/alpha/{name}/list", []) for name in ("shields", "memory-banks", "scoring-functions", "eval-tasks")),
+        *((f"/v1/{name}", {"data": []}) for name in ("shields", "memory-banks", "eval/benchmarks", "vector_stores")),
+        ("/v1alpha/eval/benchmarks", {"data": []}),
+    ],
+)
+def test_lists_of_what_is_not_served_are_empty_in_each_generations_shape(
+    dialects: DialectServer, path: str, expected: object
+):
+    answer = dialects.http.get(path, headers={"accept": "application/jsonl"})
+    assert (answer.status_code, answer.json()) == (200, expected)
+
+
 def test_no_client_version_is_refused(dialects: DialectServer):
     for version in ("0.0.1", "0.2.7", "99.0.0", "not a version"):
         answer = dialects.http.get("/v1/models", headers={"x-llamastack-client-version": version})

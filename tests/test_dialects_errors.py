@@ -112,7 +112,7 @@ INVALID: list[tuple[str, dict[str, Any], list[Any]]] = [
     ("/v1alpha/" + SUBMIT, FINE_TUNE_SDK | {"nonsense": 1}, ["nonsense"]),
     ("/v1/datasets", {"dataset_id": "d", "source": {"type": "uri"}}, ["source", "uri"]),
     ("/v1beta/datasets", {"dataset_id": "d"}, ["source"]),
-    ("/alpha/datasets/register", {"dataset_id": "d", "url": {"uri": ""}}, ["source", "uri"]),
+    ("/alpha/datasets/register", {"dataset_id": "d", "url": {"uri": ""}}, ["url", "uri"]),
     ("/v1/inference/chat-completion", {"model_id": BASE, "messages": []}, ["messages"]),
     ("/v1/inference/completion", {"model_id": BASE}, ["content"]),
 ]

@@ -14,9 +14,10 @@ import yaml
 from sqlalchemy.engine import make_url
 
 from apis.common import Api
-from apis.errors import ProviderInvalid, RunConfigInvalid
+from apis.errors import EnvironmentUnset, ProviderInvalid, RunConfigInvalid
 from distributions.resolver import plan
 from distributions.run_config import StackRunConfig, load_run_config
+from distributions.stack import build_stack
 from tests.served_stack import served
 
 FOLDER = Path(__file__).parent / "data" / "run_yamls"
@@ -66,6 +67,7 @@ GENERATIONS: dict[str, tuple[set[str], list[str]]] = {
             "'tool_groups'",
             "'remote::openai'",
             "'inline::sentence-transformers'",
+            "models.0 is left out, since there is no provider 'sentence-transformers'",
             "'remote::ramalama' comes from the module 'ramalama_stack==0.3.0'",
             *apis([*NEW_APIS, "telemetry"]),
         ],
@@ -162,6 +164,78 @@ def test_a_provider_that_is_left_out_needs_no_variables(tmp_path: Path, warnings
     assert len(warnings) == 1
     assert "providers.post_training.0 is left out: 'remote::nvidia'" in warnings[0]
     assert warnings[0].endswith("it has inline::torchtune")
+
+
+@pytest.mark.parametrize("place", ["models", "registered_resources"])
+def test_models_and_data_sets_of_a_provider_that_is_left_out_need_no_variables(
+    tmp_path: Path, warnings: list[str], place: str
+):
+    models = [
+        {"model_id": "${env.NOT_SET}", "provider_id": "ollama"},
+        {"model_id": "${env.NOT_SET}"},
+        {"model_id": "${env.NOT_SET}", "provider_id": "${env.NOT_SET:+vllm}"},
+    ]
+    datasets = [
+        {"dataset_id": "${env.NOT_SET}", "provider_id": "nvidia", "source": {"uri": "${env.NOT_SET}"}},
+        {"dataset_id": "kept", "source": {"rows": [{"a": 1}]}},
+    ]
+    listed = {"models": models, "datasets": datasets}
+    document = {
+        "providers": {
+            "inference": [{"provider_id": "ollama", "provider_type": "remote::ollama"}],
+            "datasetio": [{"provider_id": "nvidia", "provider_type": "remote::nvidia"}],
+        },
+        **(listed if place == "models" else {place: listed}),
+    }
+    config = load(tmp_path, document)
+    assert (config.models, [d.dataset_id for d in config.datasets]) == ([], ["kept"])
+    named = "" if place == "models" else f"{place}."
+    for what in (
+        f"{named}models.0 is left out, since there is no provider 'ollama'",
+        f"{named}models.1 is left out, since its provider is",
+        f"{named}datasets.0 is left out, since there is no provider 'nvidia'",
+    ):
+        assert [what in message for message in warnings].count(True) == 1, warnings
+
+
+def test_a_model_that_names_a_provider_of_ours_or_none_still_needs_its_variables(tmp_path: Path):
+    inference = [{"provider_id": "tf", "provider_type": "inline::transformers"}]
+    for model in ({"model_id": "${env.NOT_SET}", "provider_id": "tf"}, {"model_id": "${env.NOT_SET}"}):
+        with pytest.raises(EnvironmentUnset, match=r"models\.0\.model_id needs the environment variable NOT_SET"):
+            load(tmp_path, {"providers": {"inference": inference}, "models": [model]})
+
+
+@pytest.mark.parametrize("provider_id", ["meta", None])
+async def test_a_model_that_llama_stacks_own_server_held_does_not_stop_the_boot(
+    tmp_path: Path, warnings: list[str], provider_id: str | None
+):
+    config = load(
+        tmp_path,
+        {
+            "providers": {"inference": [{"provider_id": "meta", "provider_type": "inline::meta-reference"}]},
+            "models": [{"model_id": "meta-llama/Llama-3.2-3B-Instruct", "provider_id": provider_id}],
+        },
+        POSTGRAD_HOME=str(tmp_path / "home"),
+    )
+    stack = await build_stack(config, plan(config))
+    stack.database.close()
+    stack.lock.close()
+    (warning,) = [message for message in warnings if message.startswith("models.0")]
+    assert "'meta-llama/Llama-3.2-3B-Instruct'" in warning
+    assert "postgrad models import" in warning
+
+
+async def test_a_model_listed_for_our_own_provider_that_is_not_there_is_an_error(tmp_path: Path):
+    config = load(
+        tmp_path,
+        {
+            "providers": {"inference": [{"provider_id": "tf", "provider_type": "inline::transformers"}]},
+            "models": [{"model_id": "no/such", "provider_id": "tf"}],
+        },
+        POSTGRAD_HOME=str(tmp_path / "home"),
+    )
+    with pytest.raises(RunConfigInvalid, match=r"models\.0: .*no/such"):
+        await build_stack(config, plan(config))
 
 
 def test_a_switched_off_provider_is_not_warned_of(tmp_path: Path, warnings: list[str]):

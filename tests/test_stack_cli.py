@@ -73,7 +73,7 @@ def test_an_unknown_api_is_answered_with_the_known_ones():
         ("providers: {datasetio: [{provider_id: a, provider_type: inline::localfs, config: {x: 1}}]}", "config.x: "),
         ("logging: {category_levels: {all: LOUD}}", "no level 'LOUD'"),
         ("server: {host: 0.0.0.0}", "POSTGRAD_API_KEY"),
-        ("server: {host: 203.0.113.7, api_key: k, port: 0}", "cannot serve on 203.0.113.7"),
+        ("server: {host: 203.0.113.7, api_key: a-key-beyond-guessing, port: 0}", "cannot serve on 203.0.113.7"),
     ],
 )
 def test_a_stack_that_cannot_run_is_refused_and_leaves_nothing(home: Path, text: str, message: str):

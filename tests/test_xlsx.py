@@ -18,7 +18,7 @@ import openpyxl.chart
 import pytest
 
 from apis.datasets.models import URIDataSource
-from apis.errors import DataInvalid, PostgradError
+from apis.errors import DataInvalid
 from post_training.data.sources import SourcePolicy, open_rows
 from post_training.worker import xlsx_source
 from post_training.worker.printing import ERROR_EXIT_CODE
@@ -349,11 +349,3 @@ def test_a_workbook_changed_is_another_data_set(tmp_path: Path):
     before = reader.digest()
     (tmp_path / "a.xlsx").write_bytes(saved(["a"], [2]))
     assert before != reader.digest()
-
-
-def test_a_workbook_in_a_data_uri_is_refused_with_what_to_do():
-    with pytest.raises(PostgradError, match=r"send text/csv, application/json or application/jsonl"):
-        open_rows(
-            URIDataSource(uri="data:application/vnd.openxmlformats-officedocument.spreadsheetml.sheet;base64,UEsDBA=="),
-            SourcePolicy(),
-        )

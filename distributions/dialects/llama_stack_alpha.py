@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from apis.common import Identifier, RequestModel, ResponseModel
 from apis.post_training.models import (
@@ -24,7 +24,9 @@ from distributions.dialects.llama_stack_alpha_bodies import (
     AlphaPreference,
     AlphaPreferenceOptimizeRequest,
     AlphaSupervisedFineTuneRequest,
+    words_of_request,
 )
+from distributions.dialects.words import speak
 
 AlphaStatus = Literal["scheduled", "running", "completed", "failed"]
 CANCELLED = "cancelled"
@@ -67,12 +69,14 @@ def create_alpha_jobs_router(impl: PostTraining) -> APIRouter:
 
 def _add_submits(router: APIRouter, impl: PostTraining) -> None:
     @router.post("/supervised-fine-tune")
-    async def supervised_fine_tune_alpha(request: AlphaFineTune) -> PostTrainingJob:
+    async def supervised_fine_tune_alpha(request: AlphaFineTune, http: Request) -> PostTrainingJob:
+        speak(http.scope, words_of_request(request))
         spec = request.spec() if isinstance(request, AlphaSupervisedFineTuneRequest) else request
         return await impl.supervised_fine_tune(spec)
 
     @router.post("/preference-optimize")
-    async def preference_optimize_alpha(request: AlphaPreference) -> PostTrainingJob:
+    async def preference_optimize_alpha(request: AlphaPreference, http: Request) -> PostTrainingJob:
+        speak(http.scope, words_of_request(request))
         spec = request.spec() if isinstance(request, AlphaPreferenceOptimizeRequest) else request
         return await impl.preference_optimize(spec)
 

@@ -16,10 +16,21 @@ from apis.post_training.models import (
     SupervisedFineTuneRequest,
 )
 from distributions.dialects.validation import SHAPE_TAG, validated
+from distributions.dialects.words import Words
 
 _OLD, _NEW = f"{SHAPE_TAG}0.0.61", f"{SHAPE_TAG}0.0.63"
 _OLD_FIELDS = frozenset({"algorithm", "dataset_id", "validation_dataset_id", "optimizer_config"})
 
+_WORDS = {
+    "training_config.max_steps_per_epoch": "training_config.n_iters",
+    "training_config.data_config": "dataset_id.",
+    "training_config.data_config.validation_dataset_id": "validation_dataset_id",
+    "training_config.data_config.batch_size": "training_config.batch_size",
+    "training_config.data_config.shuffle": "training_config.shuffle",
+    "training_config.optimizer_config": "optimizer_config",
+    "training_config.optimizer_config.min_lr_ratio": "optimizer_config.lr_min",
+    "training_config.efficiency_config": "training_config",
+}
 # These clients cannot leave it out, so an empty one means none.
 OptionalId = Annotated[Identifier | None, BeforeValidator(lambda value: value or None)]
 
@@ -70,6 +81,10 @@ class _AlphaRequest(RequestModel):
     hyperparam_search_config: dict[str, Any] | None = None
     logger_config: dict[str, Any] | None = None
 
+    def words(self) -> Words:
+        """What the fields of `spec()` are called here."""
+        return _WORDS
+
     def shared(self) -> dict[str, Any]:
         data = {
             "dataset_id": self.dataset_id,
@@ -107,6 +122,11 @@ class AlphaSupervisedFineTuneRequest(_AlphaRequest):
             SupervisedFineTuneRequest, {**self.shared(), "model": self.model, "algorithm_config": self._adapter()}
         )
 
+    def words(self) -> Words:
+        given = self.algorithm_config.model_fields_set if self.algorithm_config else set()
+        named = {f"algorithm_config.{name}": "algorithm" for name in ("use_dora", "quantize_base") if name not in given}
+        return _WORDS | named
+
     def _adapter(self) -> dict[str, Any] | None:
         kind = {"lora": {}, "qlora": {"quantize_base": True}, "dora": {"use_dora": True}}[self.algorithm]
         if self.algorithm_config is None and not kind:
@@ -127,6 +147,11 @@ class AlphaPreferenceOptimizeRequest(_AlphaRequest):
             PreferenceOptimizeRequest,
             {**self.shared(), "finetuned_model": self.finetuned_model, "algorithm_config": config},
         )
+
+
+def words_of_request(request: object) -> Words:
+    """What the fields of the typed spec are called in a request of either shape."""
+    return request.words() if isinstance(request, _AlphaRequest) else {}
 
 
 def _shape(value: object) -> str:

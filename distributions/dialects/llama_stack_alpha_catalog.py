@@ -6,7 +6,7 @@ import re
 from collections import defaultdict
 from typing import Any, Literal
 
-from fastapi import APIRouter, Query, Response
+from fastapi import APIRouter, Query, Request, Response
 
 from apis.common import MAX_INTEGER, Identifier, RequestModel, ResponseModel
 from apis.datasets.models import Dataset, RegisterDatasetRequest, URIDataSource
@@ -16,6 +16,7 @@ from apis.inspect.protocol import Inspect
 from apis.models.models import Model, RegisterModelRequest
 from apis.models.protocol import Models
 from distributions.dialects.llama_stack_datasets import AppendRowsFlatRequest, RowsPage, rows_page
+from distributions.dialects.words import speak
 
 _VERSION = re.compile("alpha|v[0-9]+[a-z]*")
 
@@ -95,7 +96,8 @@ def create_alpha_models_router(impl: Models) -> APIRouter:
         return (await impl.list_models()).data
 
     @router.get("/models/get")
-    async def get_model_alpha(identifier: str = Query()) -> Model:
+    async def get_model_alpha(http: Request, identifier: str = Query()) -> Model:
+        speak(http.scope, {"model_id": "identifier"})
         return await impl.get_model(identifier)
 
     @router.post("/models/register")

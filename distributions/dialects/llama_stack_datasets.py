@@ -12,6 +12,7 @@ from apis.common import MAX_INTEGER, Identifier, RequestModel
 from apis.datasets.models import Row
 from apis.datasets.protocol import Datasets
 from apis.errors import InvalidField
+from distributions.dialects.words import Words
 
 Body = dict[str, Any]
 
@@ -29,14 +30,30 @@ def translate_dataset_registration(body: Body) -> Body:
     Raises:
         InvalidField: `provider_dataset_id` is another id than `dataset_id`.
     """
-    changed = _from_url(body) if "source" not in body and "url" in body else dict(body)
-    if changed.get("provider_id", "") is None:
-        del changed["provider_id"]
+    given = {key: value for key, value in body.items() if value is not None}
+    changed = _from_url(given) if _has_url(given) else given
     source = changed.get("source")
-    if isinstance(source, dict) and "type" not in source:
+    if isinstance(source, dict):
+        source = {key: value for key, value in source.items() if value is not None}
         kind = next((key for key in ("uri", "rows") if key in source), None)
         changed["source"] = {"type": kind, **source} if kind else source
     return changed
+
+
+def registration_words(body: Body) -> Words:
+    """What `translate_provider` makes of a body, in the body's own words."""
+    words: dict[str, str] = {}
+    given = {key: value for key, value in body.items() if value is not None}
+    if given.get("provider_id") is not None and "provider_id" not in (given.get("metadata") or {}):
+        words["metadata.provider_id"] = "provider_id"
+    if _has_url(given):
+        place = "url.uri" if isinstance(given["url"], dict) else "url"
+        words |= {"source": "url", "source.uri": "metadata.path" if _hub_source(given) else place}
+    return words
+
+
+def _has_url(body: Body) -> bool:
+    return "source" not in body and "url" in body
 
 
 def translate_provider(body: Body) -> Body:

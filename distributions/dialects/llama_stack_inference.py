@@ -7,13 +7,22 @@ name.
 from __future__ import annotations
 
 import json
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import BeforeValidator, Field, WithJsonSchema, model_validator
+from pydantic import (
+    BeforeValidator,
+    Field,
+    ModelWrapValidatorHandler,
+    ValidationError,
+    WithJsonSchema,
+    model_validator,
+)
+from pydantic_core import InitErrorDetails
 
 from apis.common import RequestModel
 from apis.inference.models import ChatCompletionRequest, CompletionRequest, only
 from distributions.dialects.validation import validated
+from distributions.dialects.words import Words
 
 # What Llama Stack's servers took where a request left them out.
 DEFAULT_TOP_P = 0.95
@@ -75,24 +84,35 @@ class TopKStrategy(RequestModel):
 
 Strategy = Annotated[GreedyStrategy | TopPStrategy | TopKStrategy, Field(discriminator="type")]
 _FIELDS = {"greedy": (), "top_p": ("temperature", "top_p"), "top_k": ("temperature", "top_k")}
+_NUMBERS = ("temperature", "top_p", "top_k")
 
 
 class SamplingParams(RequestModel):
     """`strategy` is an object or, with clients up to 0.0.63, a name with its numbers beside it."""
+
+    _by_name: bool = False
 
     strategy: Strategy = GreedyStrategy()
     max_tokens: int | None = Field(default=None, ge=0, description="null or 0: the provider's default")
     repetition_penalty: Annotated[float | None, only(1, why="repetitions are not penalised")] = None
     stop: list[str] | None = None
 
-    @model_validator(mode="before")
+    @model_validator(mode="wrap")
     @classmethod
-    def _name_to_object(cls, value: object) -> object:
-        if not isinstance(value, dict):
-            return value
-        name = value.get("strategy", "greedy")
-        if not isinstance(name, str) or name not in _FIELDS:
-            return value
+    def _name_to_object(cls, value: object, make: ModelWrapValidatorHandler[Self]) -> Self:
+        name = _named_strategy(value)
+        if not isinstance(value, dict) or name is None:
+            return make(_with_unknown_name(value))
+        try:
+            made = make(cls._with_object(value, name))
+        except ValidationError as error:
+            raise _beside_the_name(error, name) from None
+        made._by_name = True
+        return made
+
+    @staticmethod
+    def _with_object(value: dict[str, Any], name: str) -> dict[str, Any]:
+        """Raises ValidationError for a number without effect on the strategy."""
         kept = {key: item for key, item in value.items() if key not in _UNUSED}
         strategy: dict[str, Any] = {"type": name}
         for field, without_effect in _UNUSED.items():
@@ -102,8 +122,17 @@ class SamplingParams(RequestModel):
                 unset = given is None or (field == "top_k" and given == 0)
                 strategy |= {} if unset else {field: given}
             elif given not in without_effect:
-                raise ValueError(f"`{field}` has no effect on strategy {name!r}: leave it out, or choose another")
+                said = f"has no effect on strategy {name!r}: leave it out, or choose another"
+                raise ValidationError.from_exception_data(
+                    "sampling_params", [_line("value_error", (field,), given, {"error": ValueError(said)})]
+                )
         return {**kept, "strategy": strategy}
+
+    def words(self) -> Words:
+        """Where each field of `spec()` stands here."""
+        numbers = "" if self._by_name else "strategy."
+        places = {"max_tokens": "max_tokens", "stop": "stop", **{name: f"{numbers}{name}" for name in _NUMBERS}}
+        return {name: f"sampling_params.{place}" for name, place in places.items()}
 
     def spec(self) -> dict[str, Any]:
         """The fields of `apis.inference.GenerationRequest` that say the same."""
@@ -117,6 +146,40 @@ class SamplingParams(RequestModel):
             case TopKStrategy(temperature=temperature, top_k=top_k):
                 return chosen | {"temperature": 1.0 if temperature is None else temperature, "top_k": top_k}
         return chosen | {"temperature": 0.0}
+
+
+def _named_strategy(value: object) -> str | None:
+    """The strategy that is named, if only by leaving it out."""
+    if not isinstance(value, dict):
+        return None
+    name = "greedy" if value.get("strategy") is None else value["strategy"]
+    return name if isinstance(name, str) and name in _FIELDS else None
+
+
+def _with_unknown_name(value: object) -> object:
+    """Put a name that is none where its fault is told with those that there are."""
+    if not isinstance(value, dict) or not isinstance(value.get("strategy"), str):
+        return value
+    return {**value, "strategy": {"type": value["strategy"]}}
+
+
+def _beside_the_name(error: ValidationError, name: str) -> ValidationError:
+    """The same faults; those of the strategy's numbers where they were sent, beside its name."""
+    made = ("strategy", name)
+    lines = [
+        _line(
+            fault["type"],
+            fault["loc"][2:] if fault["loc"][:2] == made else fault["loc"],
+            fault["input"],
+            fault.get("ctx", {}),
+        )
+        for fault in error.errors()
+    ]
+    return ValidationError.from_exception_data(error.title, lines)
+
+
+def _line(kind: str, place: tuple[int | str, ...], given: object, context: dict[str, Any]) -> InitErrorDetails:
+    return InitErrorDetails(type=kind, loc=place, input=given, ctx=context)
 
 
 class ToolCall(RequestModel):
@@ -190,12 +253,31 @@ class ToolConfig(RequestModel):
     system_message_behavior: Annotated[str | None, only("append", why="there is no other system prompt")] = None
 
 
+_WORDS = {
+    "model": "model_id",
+    "stream_options": "stream",
+    "prompt": "content.",
+    "messages.*.tool_call_id": "messages.*.call_id",
+    "messages.*.name": "messages.*.tool_name",
+    "messages.*.tool_calls.*.id": "messages.*.tool_calls.*.call_id",
+    "messages.*.tool_calls.*.function.name": "messages.*.tool_calls.*.tool_name",
+    "messages.*.tool_calls.*.function.arguments": "messages.*.tool_calls.*.arguments",
+    "messages.*.tool_calls.*.function": "messages.*.tool_calls.*",
+    "tools.*.function.name": "tools.*.tool_name",
+    "tools.*.function": "tools.*",
+}
+
+
 class _GenerationRequest(RequestModel):
     model_id: str = Field(min_length=1, description="Id of a base model, a checkpoint or an alias")
     sampling_params: SamplingParams | None = Field(default=None, description="null: greedy")
     response_format: Annotated[dict[str, Any] | None, only(why="answers are not held to a schema")] = None
     logprobs: Annotated[dict[str, Any] | None, only(why="log probabilities are not returned")] = None
     stream: bool | None = False
+
+    def words(self) -> Words:
+        """What the fields of `spec()` are called here."""
+        return _WORDS | dict((self.sampling_params or SamplingParams()).words())
 
     def shared(self) -> dict[str, Any]:
         fields = {"model": self.model_id, **(self.sampling_params or SamplingParams()).spec()}

@@ -5,20 +5,18 @@ A stream just ends: its clients read every event as JSON, so a `[DONE]` would br
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
 from typing import Any, Literal
 
 from fastapi import APIRouter, Request, Response
 
 from apis.common import ResponseModel
-from apis.errors import PostgradError
 from apis.inference.answers import STREAM_RESPONSES, streamed, while_connected
 from apis.inference.models import ChatCompletion, ChatCompletionChunk, Completion, FinishReason, Usage
 from apis.inference.protocol import Inference
 from distributions.dialects.llama_stack_inference import ChatCompletionBody, CompletionBody, StopReason
-
-_FIELDS = {"model": "model_id", "prompt": "content", "max_tokens": "sampling_params.max_tokens"}
+from distributions.dialects.words import speak
 
 
 class Metric(ResponseModel):
@@ -84,33 +82,23 @@ def create_inference_router(impl: Inference, *, plain_deltas: bool = False) -> A
     async def chat_completion_llama_stack(
         request: ChatCompletionBody, http: Request
     ) -> Response | ChatCompletionAnswer:
+        speak(http.scope, request.words())
         spec = request.spec()
-        with _own_words():
-            if spec.stream:
-                return await streamed(http, _chat_events(impl.stream_chat_completion(spec), plain_deltas), end=None)
-            answer = await while_connected(http, impl.chat_completion(spec))
+        if spec.stream:
+            return await streamed(http, _chat_events(impl.stream_chat_completion(spec), plain_deltas), end=None)
+        answer = await while_connected(http, impl.chat_completion(spec))
         return answer if isinstance(answer, Response) else _chat_answer(answer)
 
     @router.post("/completion", response_model=CompletionAnswer, responses=STREAM_RESPONSES)
     async def completion_llama_stack(request: CompletionBody, http: Request) -> Response | CompletionAnswer:
+        speak(http.scope, request.words())
         spec = request.spec()
-        with _own_words():
-            if spec.stream:
-                return await streamed(http, _completion_events(impl.stream_completion(spec)), end=None)
-            answer = await while_connected(http, impl.completion(spec))
+        if spec.stream:
+            return await streamed(http, _completion_events(impl.stream_completion(spec)), end=None)
+        answer = await while_connected(http, impl.completion(spec))
         return answer if isinstance(answer, Response) else _completion_answer(answer)
 
     return router
-
-
-@contextmanager
-def _own_words() -> Iterator[None]:
-    """Faults found by the provider name the field as the request has it."""
-    try:
-        yield
-    except PostgradError as error:
-        error.param = _FIELDS.get(error.param or "", error.param)
-        raise
 
 
 def _stop_reason(reason: FinishReason | None) -> StopReason:

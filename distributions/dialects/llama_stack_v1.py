@@ -18,10 +18,16 @@ from apis.inspect.models import ListProvidersResponse
 from apis.inspect.protocol import Inspect
 from apis.post_training.models import PostTrainingJobArtifactsResponse, PostTrainingJobStatusResponse
 from apis.post_training.protocol import PostTraining
-from distributions.dialects.llama_stack_datasets import translate_dataset_registration, translate_provider
+from distributions.dialects.llama_stack_datasets import (
+    registration_words,
+    translate_dataset_registration,
+    translate_provider,
+)
+from distributions.dialects.words import Words
 
 __all__ = [
     "body_translations",
+    "body_words",
     "create_flat_job_router",
     "create_inspect_router",
     "translate_dataset_registration",
@@ -40,23 +46,26 @@ _OLD_DPO_FIELDS = ("reward_scale", "reward_clip", "epsilon", "gamma")
 def translate_supervised_fine_tune(body: Body) -> Body:
     """Accept what the command line client sends.
 
-    `training_config` and `algorithm_config` may be JSON inside a string, `checkpoint_dir` may be "" or "null" for none,
-    and an `algorithm_config` without its `type` is told by its fields.
+    `training_config` and `algorithm_config` may be JSON inside a string, an empty text stands for none where an id or a
+    folder is expected, as "null" does for `checkpoint_dir`, and an `algorithm_config` without its `type` is told by its
+    fields.
 
     Raises:
         InvalidField: a string that is not JSON.
     """
-    changed = _decoded_configs(body)
+    changed = _without_validation_set(_decoded_configs(body))
     if changed.get("checkpoint_dir") in ("", "null"):
         changed["checkpoint_dir"] = None
+    if changed.get("model") == "":
+        changed["model"] = None
     algorithm = changed.get("algorithm_config")
-    if isinstance(algorithm, dict) and "type" not in algorithm:
-        changed["algorithm_config"] = {"type": "QAT" if "quantizer_name" in algorithm else "LoRA", **algorithm}
+    if isinstance(algorithm, dict) and algorithm.get("type") is None:
+        changed["algorithm_config"] = algorithm | {"type": "QAT" if "quantizer_name" in algorithm else "LoRA"}
     return changed
 
 
 def translate_preference_optimize(body: Body) -> Body:
-    """Configs as JSON strings, as for `translate_supervised_fine_tune`, and the DPO config of clients up to 0.2.15.
+    """Configs as for `translate_supervised_fine_tune`, and the DPO config of clients up to 0.2.15.
 
     Its four fields are PPO's and never acted on anything, nor can those clients leave them out: it stands for the
     defaults, sigmoid with a beta of 0.1.
@@ -64,7 +73,7 @@ def translate_preference_optimize(body: Body) -> Body:
     Raises:
         InvalidField: a string that is not JSON.
     """
-    changed = _decoded_configs(body)
+    changed = _without_validation_set(_decoded_configs(body))
     algorithm = changed.get("algorithm_config")
     if isinstance(algorithm, dict) and "beta" not in algorithm and not algorithm.keys().isdisjoint(_OLD_DPO_FIELDS):
         changed["algorithm_config"] = {key: value for key, value in algorithm.items() if key not in _OLD_DPO_FIELDS}
@@ -79,6 +88,15 @@ def translate_model_registration(body: Body) -> Body:
 
 def _decoded_configs(body: Body) -> Body:
     return {**body, **{name: _decoded(body[name], name) for name in _JSON_FIELDS if isinstance(body.get(name), str)}}
+
+
+def _without_validation_set(body: Body) -> Body:
+    """An empty `validation_dataset_id` names none: scripts fill it in from a variable that may be unset."""
+    training = body.get("training_config")
+    data = training.get("data_config") if isinstance(training, dict) else None
+    if not isinstance(training, dict) or not isinstance(data, dict) or data.get("validation_dataset_id") != "":
+        return body
+    return {**body, "training_config": training | {"data_config": data | {"validation_dataset_id": None}}}
 
 
 def _decoded(text: str, field: str) -> Any:
@@ -102,6 +120,11 @@ def body_translations() -> dict[str, Callable[[Body], Body]]:
         **dict.fromkeys(("/v1/datasets", "/v1beta/datasets", "/alpha/datasets/register"), translate_provider),
         **dict.fromkeys(("/v1/models", "/v1/openai/v1/models", "/alpha/models/register"), translate_model_registration),
     }
+
+
+def body_words() -> dict[str, Callable[[Body], Words]]:
+    """What the fields of a translated body are called in the body as it was sent, by path."""
+    return dict.fromkeys(("/v1/datasets", "/v1beta/datasets", "/alpha/datasets/register"), registration_words)
 
 
 class CancelJobRequest(RequestModel):

@@ -64,6 +64,8 @@ log = logging.getLogger(__name__)
 EMBEDDED_BYTES = 2**20
 PAGE_BYTES = 64 * 2**20
 FETCHES_AT_ONCE = 4
+# What a source may hold packed (a workbook, Parquet, CSV without its names in each row) may grow so many times.
+MAX_UNPACKING = 16
 _SMALL_BYTES = 2**20
 # Under the folder of data sets, among which none has this name: see `folder_name`.
 _UNFINISHED = Path("datasets", "+unfinished")
@@ -171,7 +173,7 @@ class DatasetCatalog:
         if is_web_source(request.source):
             self._fetch(row, request.source.uri, policy)
         elif is_inline_source(request.source):
-            row.rows_file, row.rows_bytes = self._store_rows(identifier, open_rows(request.source, policy))
+            row.rows_file, row.rows_bytes = self._store_rows(identifier, open_rows(request.source, policy), policy)
         else:
             _probe(open_rows(request.source, policy))
         return self._insert(row)
@@ -294,11 +296,19 @@ class DatasetCatalog:
                 _append_durably(self._home / row.rows_file, row.rows_bytes, content)
             row.rows_bytes += len(content)
 
-    def _store_rows(self, identifier: str, rows: Iterable[Row]) -> tuple[str, int]:
-        content = encode_rows(rows)
+    def _store_rows(self, identifier: str, rows: Iterable[Row], policy: SourcePolicy) -> tuple[str, int]:
+        size, most = 0, policy.max_inline_bytes * MAX_UNPACKING
         with self._new_file(identifier) as file:
-            _write_through(file.fileno(), content)
-            return self._place(file, identifier, "jsonl"), len(content)
+            for part in _encoded(rows):
+                size += len(part)
+                if size > most:
+                    raise TooLarge(
+                        f"the rows of this source take more than {most} bytes as JSON lines: put them in a file under "
+                        "a folder this server reads from and register its path",
+                        param="source",
+                    )
+                _write_all(file.fileno(), part)
+            return self._place(file, identifier, "jsonl"), size
 
     def _fetch(self, row: DatasetRow, url: str, policy: SourcePolicy) -> None:
         """Keep a copy of what a URL gives now: jobs read the same rows whenever they run, and open no connection."""
@@ -444,8 +454,23 @@ def _append_durably(path: Path, size: int, content: bytes) -> None:
         _write_through(file.fileno(), content)
 
 
+def _encoded(rows: Iterable[Row]) -> Iterator[bytes]:
+    """Rows as JSON lines, in parts of a MiB or a little more."""
+    part = bytearray()
+    for number, row in enumerate(rows):
+        part += encode_row(row, number)
+        if len(part) >= _SMALL_BYTES:
+            yield bytes(part)
+            part.clear()
+    yield bytes(part)
+
+
 def _write_through(descriptor: int, content: bytes) -> None:
+    _write_all(descriptor, content)
+    os.fsync(descriptor)
+
+
+def _write_all(descriptor: int, content: bytes) -> None:
     view = memoryview(content)
     while view:
         view = view[os.write(descriptor, view) :]
-    os.fsync(descriptor)

@@ -217,7 +217,7 @@ class ModelCatalog:
         return ListModelsResponse(data=models)
 
     def _get(self, model_id: str) -> Model:
-        row = self._found(model_id)
+        row = self._found(model_id, "model_id")
         with self.database.reading() as session:
             alias = _seen(session.get(AliasRow, model_id))
         return self._model(model_id, row, alias)
@@ -230,7 +230,7 @@ class ModelCatalog:
         given = {**(request.metadata or {}), **({"provider_id": request.provider_id} if request.provider_id else {})}
         target = request.provider_model_id or request.model_id
         with self.database.session() as session:
-            row = self._find(session, target)
+            row = self._find(session, target, "provider_model_id" if request.provider_model_id else "model_id")
             if self._is_own_newest(session, request.model_id, target, row):
                 return self._model(request.model_id, row)
             record = self._record(session, request.model_id, target, row)
@@ -275,7 +275,7 @@ class ModelCatalog:
             self._discover(session)
             row: _Named | None = _seen(session.get(AliasRow, model_id)) or _seen(_exact(session, model_id))
             if row is None:
-                raise self._not_found(session, model_id)
+                raise self._not_found(session, model_id, "model_id")
             check_changeable(_owner(row), f"model {model_id!r}")
             others = list(session.scalars(select(AliasRow).where(AliasRow.target == model_id)))
             if not isinstance(row, AliasRow) and others:
@@ -287,26 +287,27 @@ class ModelCatalog:
 
     # -- finding -------------------------------------------------------------------------------------------------
 
-    def _found(self, identifier: str) -> _Model:
+    def _found(self, identifier: str, param: str = "model") -> _Model:
         """As `_find`. The writers' lock is taken only to record a model that was imported meanwhile."""
         with self.database.reading() as session:
             row = self._lookup(session, identifier)
         if row is not None:
             return row
         with self.database.session() as session:
-            return self._find(session, identifier)
+            return self._find(session, identifier, param)
 
     def _unrecorded(self) -> bool:
         """Whether models were imported that the store does not know."""
         with self.database.reading() as session:
             return any(not self._taken(session, identifier) for identifier in imported_models(self.home))
 
-    def _find(self, session: Session, identifier: str) -> _Model:
+    def _find(self, session: Session, identifier: str, param: str) -> _Model:
+        """Raises ModelNotFound, which names `param`."""
         row = self._lookup(session, identifier)
         if row is None and self._discover(session):
             row = self._lookup(session, identifier)
         if row is None:
-            raise self._not_found(session, identifier)
+            raise self._not_found(session, identifier, param)
         return row
 
     def _lookup(self, session: Session, identifier: str) -> _Model | None:
@@ -398,7 +399,7 @@ class ModelCatalog:
         if self._taken(session, identifier):
             raise _taken_id(identifier)
 
-    def _not_found(self, session: Session, identifier: str) -> ModelNotFound:
+    def _not_found(self, session: Session, identifier: str, param: str) -> ModelNotFound:
         ids = [
             *session.scalars(select(BaseModelRow.identifier)),
             *session.scalars(select(CheckpointModelRow.identifier).where(visible(CheckpointModelRow.owned_by))),
@@ -407,7 +408,7 @@ class ModelCatalog:
         return ModelNotFound(
             f"there is no model {identifier!r}; there is {known or 'none yet'}. "
             "Add one with `postgrad models import <folder or hub id>`",
-            param="model",
+            param=param,
         )
 
 

@@ -9,6 +9,7 @@ import io
 import os
 import re
 import stat
+import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import BinaryIO, Literal, TypeAlias, TypeGuard, cast
@@ -19,7 +20,7 @@ from pydantic import BaseModel, ConfigDict
 from apis.datasets.models import DataSource, Row, RowsDataSource, URIDataSource
 from apis.errors import DataInvalid, InvalidField, TooLarge
 from post_training.data.addresses import check_url
-from post_training.data.reader_process import HUB, PARQUET, XLSX, read_in_process
+from post_training.data.reader_process import HUB, PARQUET, XLSX, Kind, read_in_process
 from post_training.data.records import RecordKind, encode_rows, parse_json_lines, parse_records
 
 DEFAULT_MAX_INLINE_BYTES = 64 * 2**20
@@ -37,7 +38,7 @@ _SUFFIXES: dict[str, FileKind] = {
     ".parquet": "parquet",
     ".xlsx": "xlsx",
 }
-_MEDIA_TYPES: dict[str, RecordKind] = {
+_MEDIA_TYPES: dict[str, FileKind] = {
     "text/csv": "csv",
     "application/csv": "csv",
     "application/json": "json",
@@ -51,7 +52,23 @@ _MEDIA_TYPES: dict[str, RecordKind] = {
     "": "sniff",
     "text/plain": "sniff",
     "application/octet-stream": "sniff",
+    "binary/octet-stream": "sniff",
+    # On a machine with a spreadsheet program, what browsers and Python call a .csv file as well as a workbook.
+    "application/vnd.ms-excel": "sniff",
+    "application/vnd.openxmlformats-officedocument.spreadsheetml.sheet": "xlsx",
+    "application/vnd.apache.parquet": "parquet",
+    "application/parquet": "parquet",
+    "application/x-parquet": "parquet",
 }
+# What such a file begins with; the last is an older .xls, whose reader says what to do.
+_MAGIC: tuple[tuple[bytes, FileKind], ...] = (
+    (b"PK\x03\x04", "xlsx"),
+    (b"PAR1", "parquet"),
+    (b"\xd0\xcf\x11\xe0", "xlsx"),
+)
+_MAGIC_BYTES = 4
+_IN_PROCESS: dict[FileKind, tuple[str, Kind]] = {"parquet": ("--parquet", PARQUET), "xlsx": ("--file", XLSX)}
+_TYPES_READ = "text/csv, application/json, application/jsonl, or the type of an .xlsx or .parquet file"
 
 
 class SourcePolicy(BaseModel):
@@ -229,14 +246,33 @@ def _data_uri(uri: str, policy: SourcePolicy) -> RowReader:
     kind = _MEDIA_TYPES.get(media_type)
     if kind is None:
         raise InvalidField(
-            f"a data: URI of type {media_type!r} is not read: send text/csv, application/json or application/jsonl",
+            f"a data: URI of type {media_type[:100]!r} is not read: send {_TYPES_READ}",
             param=_PARAM,
         )
     # Each byte takes at least one character, base64 at most 4 for 3: refuse before decoding.
     _check_inline_size(len(payload) * 3 // 4 if "base64" in parameters else 0, policy, _PARAM)
     content = _decode_payload(payload, "base64" in parameters)
     _check_inline_size(len(content), policy, _PARAM)
-    return RowReader(lambda: parse_records(io.BytesIO(content), kind), len(content), lambda: _sha256(kind, [content]))
+    return _file_rows(kind, lambda: _as_file(content, kind), len(content))
+
+
+def _as_file(content: bytes, kind: FileKind) -> BinaryIO:
+    """Content that can be read as a file; a file indeed where another process reads it."""
+    if _told(kind, content) not in _IN_PROCESS:
+        return io.BytesIO(content)
+    file = tempfile.TemporaryFile()  # noqa: SIM115 - closed by who reads
+    file.write(content)
+    file.seek(0)
+    return cast(BinaryIO, file)
+
+
+def _told(kind: FileKind, beginning: bytes) -> FileKind:
+    """What a file of `kind` is: `sniff` may be one that is not text."""
+    if kind == "sniff":
+        for start, found in _MAGIC:
+            if beginning.startswith(start):
+                return found
+    return kind
 
 
 def _decode_payload(payload: str, is_base64: bool) -> bytes:
@@ -282,13 +318,14 @@ def _fetched_rows(path: Path) -> RowReader:
 def _file_rows(kind: FileKind, open_file: Callable[[], BinaryIO], size: int) -> RowReader:
     def rows() -> Iterator[Row]:
         with open_file() as stream:
-            if kind == "parquet":
+            found = _told(kind, stream.read(_MAGIC_BYTES))
+            stream.seek(0)
+            if found in _IN_PROCESS:
                 # The open file travels, not its name: what was checked is what is read.
-                yield from read_in_process([f"--parquet={stream.fileno()}"], PARQUET, [stream.fileno()])
-            elif kind == "xlsx":
-                yield from read_in_process([f"--file={stream.fileno()}"], XLSX, [stream.fileno()])
+                option, what = _IN_PROCESS[found]
+                yield from read_in_process([f"{option}={stream.fileno()}"], what, [stream.fileno()])
             else:
-                yield from parse_records(stream, kind)
+                yield from parse_records(stream, cast(RecordKind, found))
 
     def digest() -> str:
         with open_file() as stream:
@@ -310,7 +347,7 @@ def kind_of_web_file(paths: Sequence[str], content_type: str) -> FileKind:
     if kind is None:
         raise InvalidField(
             f"the URL gives {content_type[:100]!r}: name a file that ends in {', '.join(sorted(_SUFFIXES))}, or one of "
-            "type text/csv, application/json or application/jsonl",
+            f"type {_TYPES_READ}",
             param=_PARAM,
         )
     return kind

@@ -20,7 +20,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from apis.body_limit import BodyLimit
 from apis.errors import DataInvalid, InvalidField, MethodNotAllowed, NotFound, PostgradError, TooLarge, Unauthorized
-from apis.faults import describe_faults, first_fault
+from apis.faults import describe_faults, fault_of, first_fault
 from apis.sft_sessions.protocol import TrainingServer
 from apis.sft_sessions.routes import TRAINING_PREFIX, create_training_router
 from post_training.session_tokens import token_digest
@@ -129,6 +129,8 @@ def answer(error: PostgradError) -> JSONResponse:
     body: dict[str, object] = {"code": error.code, "message": error.message, "param": error.param}
     if isinstance(error, DataInvalid):
         body |= {"row": error.row, "pointer": error.pointer}
+    if error.http_status == InvalidField.http_status:
+        body["detail"] = {"errors": [fault_of(error)]}
     headers = {"retry-after": "1"} if error.retryable else {"x-should-retry": "false"}
     return JSONResponse({"error": body, "detail": error.message}, error.http_status, headers=headers)
 
