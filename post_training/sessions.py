@@ -78,7 +78,10 @@ class SessionService:
     async def cancel_session(self, job_id: str) -> SessionActionResponse:
         await _in_thread(lambda: self._cancel(job_id))
         self._scheduler.wake()
-        return await self._action(job_id)
+        status = await self.job_status(job_id)
+        ended = status.completed_at is not None
+        message = f"the session is {status.status}" if ended else "the session is being cancelled"
+        return SessionActionResponse(job_id=job_id, status=status.status, message=message)
 
     async def complete_job(self, job_id: str) -> SessionActionResponse:
         await _in_thread(lambda: self._store.request_completion(self._session(job_id).job_uuid))

@@ -119,6 +119,11 @@ def test_only_names_are_changed_in_a_message():
     assert text_as_sent("the model 'model' has no `model` at source.uri", words) == (
         "the model 'model' has no `model_id` at url.uri"
     )
+    steps = {"training_config.max_steps_per_epoch": "training_config.n_iters"}
+    quoted = "the model's row 3 has no 'max_steps_per_epoch-1': see training_config.max_steps_per_epoch"
+    assert (
+        text_as_sent(quoted, steps) == "the model's row 3 has no 'max_steps_per_epoch-1': see training_config.n_iters"
+    )
     assert text_as_sent("tool_call_id and my_tool_call_id", words) == "call_id and my_tool_call_id"
     assert place_as_sent(["messages", 3, "tool_call_id"], words) == ["messages", 3, "call_id"]
     assert place_as_sent(["messages", 3, "content"], words) == ["messages", 3, "content"]

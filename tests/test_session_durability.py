@@ -138,17 +138,21 @@ def test_a_training_server_that_is_killed_is_started_again_and_nothing_that_was_
     assert scheduler.get("/v1alpha/post-training/jobs/server/status").json()["attempt"] == 1
 
 
-def test_a_training_server_does_not_outlive_its_worker(scheduler: httpx.Client, home: Path) -> None:
-    opened(scheduler, "orphan").close()
-    server = server_of(home, "orphan")
+@pytest.mark.parametrize("state", ["runs", "hangs"])
+def test_a_training_server_does_not_outlive_its_worker(scheduler: httpx.Client, home: Path, state: str) -> None:
+    job_id = f"server-{state}"
+    opened(scheduler, job_id).close()
+    server = server_of(home, job_id)
     identity = process_identity(server)
     assert identity is not None
-    kill_worker(home, "orphan")
+    if state == "hangs":
+        os.kill(server, signal.SIGSTOP)
+    kill_worker(home, job_id)
     deadline = time.monotonic() + 10
     while process_identity(server) == identity:
         assert time.monotonic() < deadline
         time.sleep(0.05)
-    done(scheduler.delete("/cancel_job/orphan"))
+    done(scheduler.delete(f"/cancel_job/{job_id}"))
 
 
 def test_a_silent_client_loses_its_device_and_resumes_by_id_with_its_cursor_to_the_same_bytes(

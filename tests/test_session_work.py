@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import time
 from collections.abc import Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from apis.errors import Conflict, DiskFull
@@ -17,12 +21,14 @@ from post_training.data.preflight import tokenize_dataset
 from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import JobSpec, SessionSettings
 from post_training.session_tokens import token_digest
+from post_training.worker import session_process
 from post_training.worker.announcing import Announcer
 from post_training.worker.loading import checkpoint_size, load, trainer_of
 from post_training.worker.progress import ProgressReport
 from post_training.worker.saving import Saver
 from post_training.worker.session_calls import Call, CallQueue
 from post_training.worker.session_messages import SaveWork, StepWork
+from post_training.worker.session_process import SessionServer
 from post_training.worker.session_state import Boundary, Session
 from post_training.worker.session_work import do
 from tests.job_bench import Bench, FaultyLease, rows, sigterm_kept
@@ -118,6 +124,35 @@ def test_a_step_that_is_saved_keeps_its_name_when_it_is_saved_without_one(opened
     assert opened.call("save_checkpoint", SaveWork(None, wait=False)).result(0)["checkpoint"]["name"] == "mine"
     with pytest.raises(Conflict, match="step 1 is saved already, as 'mine'"):
         opened.call("save_checkpoint", SaveWork("other", wait=False)).result(0)
+
+
+def healthy(server: SessionServer) -> bool:
+    return httpx.get(f"{server.url}/api/v1/health", timeout=10).status_code == 200
+
+
+def test_a_training_server_that_dies_before_it_is_opened_is_started_again(opened: Opened):
+    with SessionServer() as server:
+        os.kill(server.pid, signal.SIGKILL)
+        server.open(opened.session)
+        assert healthy(server)
+
+
+def test_a_training_server_that_hangs_is_replaced(opened: Opened, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(session_process, "HUNG_SECONDS", 1.0)
+    monkeypatch.setattr(session_process, "LOOK_SECONDS", 0.1)
+    with SessionServer() as server:
+        server.open(opened.session)
+        assert server.silent_for() > 0
+        os.kill(server.pid, signal.SIGSTOP)
+        assert server.silent_for() == 0.0
+        assert server.alive  # it may be busy
+        time.sleep(1.1)
+        assert not server.alive
+        before = server.url
+        server.start_again(opened.session)
+        assert server.alive
+        assert server.url != before
+        assert healthy(server)
 
 
 def test_a_step_that_was_made_is_never_given_back_to_be_made_again(opened: Opened):

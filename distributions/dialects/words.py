@@ -16,6 +16,8 @@ Words = Mapping[str, str]
 counts, with all below it; where the client's place ends in a dot, what lies below has no place of its own there."""
 
 _KEY = "dialect_words"
+# An apostrophe within a word opens no quotation.
+_QUOTED = re.compile(r"((?<!\w)'[^']*'(?!\w))")
 
 
 def speak(scope: Scope, words: Words) -> None:
@@ -46,14 +48,21 @@ def param_as_sent(param: str | None, words: Words) -> str | None:
 def text_as_sent(text: str, words: Words) -> str:
     """A message in which fields are called as the client calls them.
 
-    Only what can be nothing but a field's name is looked for: with a dot, with an underscore, or in backticks.
+    Only what can be nothing but a field's name is looked for: with a dot, with an underscore, or in backticks. What is
+    quoted is somebody's value and stays as it is.
     """
+    parts = _QUOTED.split(text)
+    parts[::2] = [_renamed(part, words) for part in parts[::2]]
+    return "".join(parts)
+
+
+def _renamed(text: str, words: Words) -> str:
     for spec in sorted(words, key=len, reverse=True):
         name, sent = spec.rpartition(".")[2], words[spec].rpartition(".")[2]
         if not sent:
             continue
         if "." in spec and "*" not in spec:
-            text = text.replace(spec, words[spec])
+            text = re.sub(rf"(?<![\w.]){re.escape(spec)}(?!\w)", words[spec], text)
         text = text.replace(f"`{name}`", f"`{sent}`")
         if "_" in name and name != sent:
             text = re.sub(rf"(?<![\w.]){name}(?!\w)", sent, text)

@@ -11,7 +11,7 @@ from post_training.jobs.spec import JobSpec
 ClientCursor = dict[str, Any]
 LINK_VARIABLE = "POSTGRAD_SESSION_LINK_FD"
 """The environment variable that tells the server which of its open files is the link to its worker."""
-STOP_SECONDS = 5.0
+STOP_SECONDS = 2.0
 """So long the server may take to send what is answered already, once the session ends."""
 
 

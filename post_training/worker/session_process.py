@@ -6,6 +6,7 @@ from __future__ import annotations
 import logging
 import socket
 import subprocess
+import time
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as AnswerTimeout
 from contextlib import suppress
@@ -25,7 +26,10 @@ from post_training.worker.session_work import told
 logger = logging.getLogger(__name__)
 
 START_SECONDS = 30.0
+START_TRIES = 3
 LOOK_SECONDS = 1.0
+HUNG_SECONDS = 30.0
+"""A server that says nothing for so long is replaced. It needs a few seconds where it reads the largest body."""
 
 
 class SessionServer:
@@ -38,6 +42,8 @@ class SessionServer:
     def __init__(self) -> None:
         self.url = ""
         self._link: Link | None = None
+        self._question: Future[float] | None = None
+        self._asked_at = 0.0
         self._start()
 
     def __enter__(self) -> SessionServer:
@@ -54,34 +60,50 @@ class SessionServer:
         """
         store, spec = session.lease.store, session.spec
         key = OwnersKey(store.get(spec.job_uuid).owned_by, ApiKeys(store.database).is_live)
+        opening = Opening(spec, key.is_key, session.calls.done)
+        for _ in range(START_TRIES):
+            if (url := self._opened(opening)) is not None:
+                break
+            self._start_anew()
+        else:
+            raise Unavailable(f"the session's training server did not start in {START_TRIES} tries; see the job's log")
+        self.url, self._key = url, key
+        self._link = Link(self._connection, _Handlers(session, key).by_name(), on_end=lambda: None)
+
+    def _opened(self, opening: Opening) -> str | None:
+        """Its address, None where it died or says nothing. Raises what it says of why it cannot serve."""
         try:
-            self._connection.send(Opening(spec, key.is_key, session.calls.done))
+            self._connection.send(opening)
             answer = self._connection.recv() if self._connection.poll(START_SECONDS) else None
         except (OSError, EOFError):
-            answer = None
+            return None
         if isinstance(answer, PostgradError):
             raise answer
-        if answer is None:
-            raise Unavailable("the session's training server did not start; the log of the job says why")
-        self.url, self._key = answer, key
-        self._link = Link(self._connection, _Handlers(session, key).by_name(), on_end=lambda: None)
+        return answer
+
+    @property
+    def pid(self) -> int:
+        return self._process.pid
 
     @property
     def alive(self) -> bool:
-        return self._process.poll() is None
+        """Whether it runs, and has not been asked in vain for too long."""
+        waits = self._question is not None and not self._question.done()
+        hung = waits and time.monotonic() - self._asked_at > HUNG_SECONDS
+        return self._process.poll() is None and not hung
 
     def start_again(self, session: Session) -> None:
-        """Another process, at another address, after this one died. Raises as `open`."""
-        logger.error("the training server ended with code %d and is started again", self._process.wait())
-        self._close()
-        self._start()
+        """Another process, at another address, after this one died or hung. Raises as `open`."""
+        self._start_anew()
         self.open(session)
 
     def silent_for(self) -> float:
         """Seconds since the client's last call was answered; 0 while one is open."""
         assert self._link is not None
+        if self._question is None or self._question.done():
+            self._question, self._asked_at = self._link.ask("silent"), time.monotonic()
         try:
-            return self._link.ask("silent").result(LOOK_SECONDS)
+            return self._question.result(LOOK_SECONDS)
         except (AnswerTimeout, Unavailable):
             return 0.0  # it reads what somebody has sent, or is gone, which is not the client's fault
 
@@ -101,6 +123,16 @@ class SessionServer:
                 start_new_session=True,
                 env={**torch_environment(1), LINK_VARIABLE: str(theirs.fileno())},
             )
+
+    def _start_anew(self) -> None:
+        code = self._process.poll()
+        logger.error(
+            "the training server %s and is started again",
+            "says nothing" if code is None else f"ended with code {code}",
+        )
+        self._close()
+        self._question = None
+        self._start()
 
     def _stop(self) -> None:
         """Let it send the answers that are there, then end it."""

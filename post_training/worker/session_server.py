@@ -54,6 +54,7 @@ from post_training.data.token_rows import row_bytes
 from post_training.data.types import TokenizedRow
 from post_training.jobs.spec import JobSpec
 from post_training.listening import listen, url_of
+from post_training.processes import kill_with_parent
 from post_training.worker.session_calls import Answer, refuse_far
 from post_training.worker.session_http import Presence, create_app
 from post_training.worker.session_keys import OwnersKey
@@ -218,6 +219,7 @@ class _Server(uvicorn.Server):
 
 
 def main() -> None:
+    kill_with_parent()
     logging.basicConfig(
         level=os.environ.get("LOG_LEVEL", "INFO").upper(), format="%(asctime)s %(levelname)s %(message)s"
     )
