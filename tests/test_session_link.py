@@ -16,7 +16,7 @@ import pytest
 from apis.errors import DataInvalid, PostgradError, Unavailable
 from post_training.data.types import TokenizedRow
 from post_training.worker.session_link import Link
-from post_training.worker.session_messages import StepWork
+from post_training.worker.session_messages import LoadWork, SaveWork, StepWork, UpdateWork
 
 Handlers = Mapping[str, Callable[..., Any]]
 Connect = Callable[[Handlers], tuple[Link, Connection]]
@@ -69,6 +69,22 @@ def test_rows_come_over_as_they_were():
     assert work.rows[0].tokens.tolist() == row.tokens.tolist()
     assert work.rows[0].weights.dtype == np.float32
     assert work.rows[0].weights.tolist() == row.weights.tolist()
+
+
+CURSORS = ({"": 1}, {"rows": []}, ["error", {"code": "x"}], ["", 3], {"$": "StepWork"}, "\ud800", [["", 1]])
+
+
+@pytest.mark.parametrize("cursor", CURSORS)
+def test_nothing_in_a_clients_own_data_is_taken_for_a_message(cursor: Any):
+    asking, _ = two({"back": lambda value: value})
+    for value in (StepWork([], None, {"c": cursor}), UpdateWork(None, {"c": cursor}), {"cursor": cursor}):
+        assert asking.ask("back", value).result(5) == value
+
+
+@pytest.mark.parametrize("value", [SaveWork("a", {"b": 1}, 0.5, wait=False), LoadWork("a", True), UpdateWork(1e-3)])
+def test_each_kind_of_work_comes_over(value: Any):
+    asking, _ = two({"back": lambda work: work})
+    assert asking.ask("back", value).result(5) == value
 
 
 def test_an_error_is_raised_at_the_other_end_as_it_is():

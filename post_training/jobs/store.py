@@ -148,7 +148,7 @@ class JobStore:
         )
         newest = newest.where(JobRow.is_session == true(), own(JobRow.owned_by)).group_by(CheckpointRow.job_uuid)
         with self.database.reading() as session:
-            return dict(session.execute(newest).tuples().all())
+            return {row[0]: row[1] for row in session.execute(newest)}
 
     def delete(self, job_uuid: str, also: Callable[[Session], None]) -> None:
         """Forget a job that has ended, and `also` do something in the same transaction.

@@ -7,7 +7,6 @@ of the other's errors is the error itself. No torch and no HTTP here.
 from __future__ import annotations
 
 import logging
-import pickle
 import threading
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future, InvalidStateError
@@ -17,6 +16,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from apis.errors import PostgradError, Unavailable
+from post_training.worker.session_messages import decode, encode
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +29,7 @@ class Link:
 
     Args:
         connection: a stream that is this link's alone.
-        handlers: what the other end may ask, by name.
+        handlers: what the other end may ask, by name. Arguments and answers are what `session_messages.pack` takes.
         on_end: called, in the thread, once nothing more will come.
     """
 
@@ -48,7 +48,7 @@ class Link:
         """The other end's answer, or its error; Unavailable once that is gone."""
         number, answer = next(self._numbers), Future[Any]()
         self._asked[number] = answer
-        if not self._send(("ask", number, kind, arguments)) or self._over:
+        if not self._send("ask", number, kind, *arguments) or self._over:
             self._settle(number, _gone())
         return answer
 
@@ -60,28 +60,28 @@ class Link:
     def _receive(self) -> None:
         try:
             while True:
-                what, number, *rest = self._connection.recv()
+                what, number, *rest = decode(self._connection.recv_bytes())
                 if what == "ask":
                     self._answer(number, *rest)
                 else:
                     self._settle(number, *rest)
-        except (EOFError, OSError, pickle.UnpicklingError):
+        except (EOFError, OSError):
             pass  # the other end is gone
         self._over = True
         for number in list(self._asked):
             self._settle(number, _gone())
         self._on_end()
 
-    def _answer(self, number: int, kind: str, arguments: tuple[Any, ...]) -> None:
+    def _answer(self, number: int, kind: str, *arguments: Any) -> None:
         try:
             result = self._handlers[kind](*arguments)
         except Exception as error:
-            self._send(("answer", number, _told(kind, error)))
+            self._send("answer", number, _told(kind, error))
             return
         if isinstance(result, Future):
-            result.add_done_callback(lambda done: self._send(("answer", number, _outcome(kind, done))))
+            result.add_done_callback(lambda done: self._send("answer", number, _outcome(kind, done)))
         else:
-            self._send(("answer", number, result))
+            self._send("answer", number, result)
 
     def _settle(self, number: int, outcome: Any) -> None:
         answer = self._asked.pop(number, None)
@@ -93,8 +93,8 @@ class Link:
             else:
                 answer.set_result(outcome)
 
-    def _send(self, message: tuple[Any, ...]) -> bool:
-        content = pickle.dumps(message, protocol=pickle.HIGHEST_PROTOCOL)
+    def _send(self, *message: Any) -> bool:
+        content = encode(list(message))
         try:
             with self._sending:
                 self._connection.send_bytes(content)

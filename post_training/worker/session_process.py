@@ -19,7 +19,7 @@ from post_training.processes import python_module, torch_environment
 from post_training.worker.session_calls import Answer, Call
 from post_training.worker.session_keys import OwnersKey
 from post_training.worker.session_link import Link
-from post_training.worker.session_messages import LINK_VARIABLE, STOP_SECONDS, Opening
+from post_training.worker.session_messages import LINK_VARIABLE, STOP_SECONDS, Opening, decode, encode
 from post_training.worker.session_state import Session
 from post_training.worker.session_work import told
 
@@ -73,8 +73,8 @@ class SessionServer:
     def _opened(self, opening: Opening) -> str | None:
         """Its address, None where it died or says nothing. Raises what it says of why it cannot serve."""
         try:
-            self._connection.send(opening)
-            answer = self._connection.recv() if self._connection.poll(START_SECONDS) else None
+            self._connection.send_bytes(encode(opening))
+            answer = decode(self._connection.recv_bytes()) if self._connection.poll(START_SECONDS) else None
         except (OSError, EOFError):
             return None
         if isinstance(answer, PostgradError):

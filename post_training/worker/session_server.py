@@ -67,6 +67,8 @@ from post_training.worker.session_messages import (
     SaveWork,
     StepWork,
     UpdateWork,
+    decode,
+    encode,
 )
 
 KEY_SECONDS = 5.0
@@ -225,15 +227,16 @@ def main() -> None:
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)  # a log of the job tells of the job
     connection = Connection(int(os.environ.pop(LINK_VARIABLE)))
-    opening: Opening = connection.recv()
+    opening: Opening = decode(connection.recv_bytes())
     settings = opening.spec.session
     assert settings is not None
     try:
         listener = listen(settings.host, 0)
     except OSError as error:
-        connection.send(Unavailable(f"a training server cannot listen on {settings.host!r}: {error.strerror}"))
+        fault = Unavailable(f"a training server cannot listen on {settings.host!r}: {error.strerror}")
+        connection.send_bytes(encode(fault))
         return
-    connection.send(_url(listener))
+    connection.send_bytes(encode(_url(listener)))
     presence, server = Presence(), _Server()
     # Without the worker there is nothing to serve: it has died.
     link = Link(connection, {"silent": presence.silent_for, "stop": server.stop}, on_end=lambda: os._exit(1))
