@@ -8,6 +8,7 @@ import os
 import struct
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
@@ -84,7 +85,7 @@ def test_wandb_keeps_an_offline_run_with_every_metric(offline: None, tmp_path: P
     )
     log_all(tracker)
     (file,) = (tmp_path / "my-project" / "session-1").rglob("*.wandb")
-    run, config, history = read_wandb(file)
+    run, config, history = read_when_written(file)
     assert (run.project, run.run_id, run.display_name) == ("my-project", "session-1", "first try")
     assert config["batch_size"] == 4
     assert [{name: row[name] for name in row if "/" in name} for row in history] == [
@@ -103,10 +104,24 @@ def log_records(content: bytes) -> Iterator[bytes]:
     assert len(content) < 32 * 1024
     at = 7
     while at < len(content):
+        if at + 7 > len(content):
+            return  # the rest is still to be written
         length, kind = struct.unpack_from("<HB", content, at + 4)
         assert kind == 1
+        if at + 7 + length > len(content):
+            return
         yield content[at + 7 : at + 7 + length]
         at += 7 + length
+
+
+def read_when_written(file: Path, seconds: float = 30) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
+    """As `read_wandb`, once W&B's own process has written the end: on a busy machine that is after `finish`."""
+    deadline = time.monotonic() + seconds
+    while True:
+        found = read_wandb(file)
+        if (found[0] is not None and len(found[2]) == 2) or time.monotonic() > deadline:
+            return found
+        time.sleep(0.1)
 
 
 def read_wandb(file: Path) -> tuple[Any, dict[str, Any], list[dict[str, Any]]]:
