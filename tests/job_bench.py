@@ -57,8 +57,8 @@ class VerifierHere:
     looks: ClassVar[int] = 0
     started = False
 
-    def __init__(self, base_dir: Path, model_module: str, lora_config: dict[str, Any]) -> None:
-        self._request = {"base_dir": base_dir, "model_module": model_module, "lora": lora_config}
+    def __init__(self, base_dir: Path, model_module: str, lora_config: dict[str, Any], *, full: bool = False) -> None:
+        self._request = {"base_dir": base_dir, "model_module": model_module, "lora": lora_config, "full": full}
 
     def prepare(self) -> None: ...
 
