@@ -16,7 +16,7 @@ _TORCHTUNE = ProviderSpec(
     api_dependencies=(Api.datasetio,),
     description="LoRA supervised fine-tuning on one device, in a worker process",
     pip_packages=("postgrad[torchtune]",),
-    capabilities=("supervised_fine_tune", "LoRA"),
+    capabilities=("supervised_fine_tune", "LoRA", "DoRA", "rsLoRA", "NF4 base (QLoRA)"),
 )
 _HUGGINGFACE = ProviderSpec(
     api=Api.post_training,
