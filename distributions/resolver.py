@@ -33,8 +33,8 @@ PROTOCOLS: dict[Api, type] = {
     Api.datasetio: DatasetIO,
     Api.inference: Inference,
 }
-# Data sets pick their source by what it reads; nothing says which of two trainers a job is meant for.
-_SEVERAL_ALLOWED = frozenset({Api.datasetio})
+# Data sets pick their source by what it reads, jobs their trainer as `provider_choice` has it.
+_SEVERAL_ALLOWED = frozenset({Api.datasetio, Api.post_training})
 # Served by the stack's own catalogs, so a provider may depend on them without anyone providing them.
 _CATALOGS = frozenset({Api.datasets, Api.models})
 

@@ -16,7 +16,17 @@ _TORCHTUNE = ProviderSpec(
     api_dependencies=(Api.datasetio,),
     description="LoRA supervised fine-tuning on one device, in a worker process",
     pip_packages=("postgrad[torchtune]",),
-    capabilities=("supervised_fine_tune", "LoRA"),
+    capabilities=("supervised_fine_tune", "LoRA", "DoRA", "rsLoRA", "NF4 base (QLoRA)"),
+)
+_HUGGINGFACE = ProviderSpec(
+    api=Api.post_training,
+    provider_type="inline::huggingface",
+    module="providers.huggingface.provider",
+    config_class="providers.huggingface.config.HuggingfacePostTrainingConfig",
+    api_dependencies=(Api.datasetio,),
+    description="Supervised fine-tuning of any causal language model of transformers, in a worker process",
+    pip_packages=("postgrad[huggingface]",),
+    capabilities=("supervised_fine_tune", "LoRA", "DoRA", "rsLoRA", "Full", "layers by the model's own names"),
 )
 _LOCALFS = ProviderSpec(
     api=Api.datasetio,
@@ -43,7 +53,7 @@ _TRANSFORMERS = ProviderSpec(
     capabilities=("chat_completions", "completions", "streaming"),
 )
 
-BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _LOCALFS, _HUB, _TRANSFORMERS)
+BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _HUGGINGFACE, _LOCALFS, _HUB, _TRANSFORMERS)
 
 ALIASES: dict[tuple[Api, str], str] = {
     (Api.post_training, "inline::torchtune-cpu"): "inline::torchtune",

@@ -162,7 +162,7 @@ def test_a_cycle_is_named(provider: Any):
         plan(config, specs)
 
 
-@pytest.mark.parametrize("api", [Api.inference, Api.post_training])
+@pytest.mark.parametrize("api", [Api.inference])
 def test_two_providers_in_one_role_are_refused_with_the_remedy(provider: Any, api: Api):
     spec = provider(api, "writer", Complete)
     entries = [(api, {"provider_type": "inline::writer", "provider_id": name}) for name in ("a", "b")]

@@ -49,13 +49,11 @@ GENERATIONS: dict[str, tuple[set[str], list[str]]] = {
         ],
     ),
     "v0.2.12": (
-        {ANSWERED, *READ},
+        {"inline::huggingface", ANSWERED, *READ},
         [
             "'conda_env'",
             "'inference_store'",
             "'remote::ollama'",
-            "'inline::huggingface'",
-            "no provider of post_training is left",
             *apis(OLD_APIS),
         ],
     ),
@@ -143,7 +141,7 @@ def test_each_generation_is_served(name: str, tmp_path: Path):
         datasets = [d["identifier"] for d in httpx.get(f"{url}/v1/datasets").json()["data"]]
     assert {p["provider_type"] for p in providers} == GENERATIONS[name][0]
     assert {p["health"]["status"] for p in providers} == {"OK"}
-    assert jobs == (404 if name == "v0.2.12" else 200)  # of that file's trainer there is none here yet
+    assert jobs == 200
     assert datasets == (["two-rows"] if name == "v0.3.5" else [])
     assert [file.name for file in store.iterdir() if file.suffix == ".db"] == [
         "kvstore.db" if name >= "v0.3" else "registry.db"
@@ -163,7 +161,7 @@ def test_a_provider_that_is_left_out_needs_no_variables(tmp_path: Path, warnings
     ]
     assert len(warnings) == 1
     assert "providers.post_training.0 is left out: 'remote::nvidia'" in warnings[0]
-    assert warnings[0].endswith("it has inline::torchtune")
+    assert warnings[0].endswith("it has inline::huggingface, inline::torchtune")
 
 
 @pytest.mark.parametrize("place", ["models", "registered_resources"])

@@ -53,7 +53,9 @@ def test_providers_are_listed_all_or_those_of_one_api():
     everything = json.loads(invoke("list-providers", "--json")[1])
     assert {(p["api"], p["provider_type"]) for p in everything} == {(s.api.value, s.provider_type) for s in BUILT_IN}
     one = invoke("list-providers", "post_training")[1].splitlines()
-    assert [line.split("\t")[1] for line in one] == ["inline::torchtune"]
+    assert [line.split("\t")[1] for line in one] == ["inline::torchtune", "inline::huggingface"]
+    assert "DoRA" in one[0].split("\t")[3]
+    assert {"Full", "LoRA"} <= set(one[1].split("\t")[3].split(", "))
 
 
 def test_an_unknown_api_is_answered_with_the_known_ones():

@@ -79,11 +79,17 @@ def list_providers(
         if api is not None and api not in [known.value for known in Api]:
             raise StackError(f"there is no API {api!r}; there are: {', '.join(known.value for known in Api)}")
     rows = [
-        (spec.api.value, spec.provider_type, spec.description, ", ".join(spec.pip_packages))
+        (
+            spec.api.value,
+            spec.provider_type,
+            spec.description,
+            ", ".join(spec.capabilities),
+            ", ".join(spec.pip_packages),
+        )
         for spec in BUILT_IN
         if api is None or spec.api.value == api
     ]
-    _print_table(("api", "provider_type", "description", "pip_packages"), rows, as_json)
+    _print_table(("api", "provider_type", "description", "capabilities", "pip_packages"), rows, as_json)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ OnProgress = Callable[[int, int], object]
 _PAUSE_SECONDS = 0.5
 _HASH_CHUNK = 1 << 20
 _NO_MERGED = "; a stack with `export: merged` writes one, and so does `postgrad models export --merged` there"
+_NO_ADAPTER = ": every weight was trained; ask for merged, which is the whole model"
 
 
 class Stopped(Exception):
@@ -99,7 +100,7 @@ class CheckpointDownload:
             if "\\" in name or PurePosixPath(name).is_absolute() or not {"", ".", ".."}.isdisjoint(name.split("/")):
                 raise PostgradError(f"the server names a file {name[:100]!r}, which would not lie in the folder")
         if not chosen:
-            hint = _NO_MERGED if self._form == "merged" else ""
+            hint = {"merged": _NO_MERGED, "adapter": _NO_ADAPTER}.get(self._form, "")
             raise FileMissing(
                 f"checkpoint {self._step} of job {self._job_uuid!r} has no {self._form} form{hint}", param="form"
             )
