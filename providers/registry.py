@@ -19,6 +19,15 @@ _TORCHTUNE = ProviderSpec(
     capabilities=("supervised_fine_tune", "preflight", "sft_sessions", "LoRA", "DoRA", "rsLoRA", "QLoRA"),
     model_types=("llama", "mistral", "qwen2", "gemma", "phi3"),
 )
+_REMOTE_STACK = ProviderSpec(
+    api=Api.post_training,
+    provider_type="remote::llama-stack",
+    module="providers.remote_stack.provider",
+    config_class="providers.remote_stack.config.RemoteStackConfig",
+    api_dependencies=(Api.datasetio,),
+    description="Sends jobs to another server, a Postgrad or a Llama Stack of 0.1.8 to 0.6.1; can what that one can",
+    capabilities=("supervised_fine_tune", "preference_optimize", "preflight"),
+)
 _LOCALFS = ProviderSpec(
     api=Api.datasetio,
     provider_type="inline::localfs",
@@ -46,7 +55,7 @@ _TRANSFORMERS = ProviderSpec(
     capabilities=("chat_completion", "completion", "streaming", "adapters"),
 )
 
-BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _LOCALFS, _HUB, _TRANSFORMERS)
+BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _REMOTE_STACK, _LOCALFS, _HUB, _TRANSFORMERS)
 
 ALIASES: dict[tuple[Api, str], str] = {
     (Api.post_training, "inline::torchtune-cpu"): "inline::torchtune",

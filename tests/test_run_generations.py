@@ -160,7 +160,7 @@ def test_a_provider_that_is_left_out_needs_no_variables(tmp_path: Path, warnings
     ]
     assert len(warnings) == 1
     assert "providers.post_training.0 is left out: 'remote::nvidia'" in warnings[0]
-    assert warnings[0].endswith("it has inline::torchtune")
+    assert "; it has inline::torchtune, " in warnings[0]
 
 
 def test_a_switched_off_provider_is_not_warned_of(tmp_path: Path, warnings: list[str]):

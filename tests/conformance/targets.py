@@ -53,6 +53,7 @@ class Target:
 TARGETS = (
     Target("inline::torchtune"),
     Target("inline::plain", source=REPOSITORY / "examples" / "external_provider"),
+    Target("remote::llama-stack", behind=Target("inline::torchtune")),
 )
 
 
