@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import json
 import subprocess
 import sys
 from collections.abc import Callable
@@ -9,12 +11,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
+from peft import PeftModel
+from safetensors.torch import save_file
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from apis.common import Api
 from apis.errors import ProviderInvalid
 from distributions.resolver import PlannedProvider, plan
 from distributions.run_config import load_run_config
+from post_training.training.model import LoraSettings, ModelConfig, Segments
 from providers.external import folder_files, installed, known
 from providers.registry import find_spec
 from tests.model_fixture import REPOSITORY
@@ -276,6 +283,16 @@ def test_a_provider_that_brings_torch_into_the_server_is_refused(package: Packag
 # -- the example ------------------------------------------------------------------------------------------------------
 
 EXAMPLE = REPOSITORY / "examples" / "external_provider"
+SMALL = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.2,
+}
 
 
 def test_the_example_is_a_package_of_under_150_lines_that_postgrad_does_not_know():
@@ -284,6 +301,37 @@ def test_the_example_is_a_package_of_under_150_lines_that_postgrad_does_not_know
     assert sum(len(file.read_text().splitlines()) for file in files) < 150
     with pytest.raises(ProviderInvalid, match="no provider of type 'inline::plain'"):
         find_spec(Api.post_training, "inline::plain")
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+def test_the_example_computes_what_plain_transformers_and_peft_compute(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, model_type: str
+):
+    monkeypatch.syspath_prepend(str(EXAMPLE))
+    assert model_type in importlib.import_module("postgrad_plain.provider").MODEL_TYPES
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **SMALL)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    lora = LoraSettings(rank=4, alpha=8, rslora=True)
+    model = importlib.import_module("postgrad_plain.model").load_model(
+        ModelConfig(tmp_path / "base", lora, dtype="fp32")
+    )
+    for parameter in model.adapter_parameters().values():
+        torch.nn.init.normal_(parameter, std=0.1)
+    tokens, lengths = torch.randint(64, (17,)), (9, 8)
+    positions = torch.cat([torch.arange(n) for n in lengths])
+    with torch.no_grad():
+        found = model.output(model.hidden_states(Segments(tokens, positions, lengths)))
+    tensors, settings = model.peft_adapter(dict(model.adapter_parameters()))
+    (tmp_path / "adapter").mkdir()
+    save_file(tensors, tmp_path / "adapter" / "adapter_model.safetensors")
+    (tmp_path / "adapter" / "adapter_config.json").write_text(json.dumps(settings))
+    base = AutoModelForCausalLM.from_pretrained(tmp_path / "base", dtype=torch.float32)
+    plain = [base(input_ids=part[None]).logits[0] for part in tokens.split(lengths)]
+    peft = PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    wanted = torch.cat([peft(input_ids=part[None]).logits[0] for part in tokens.split(lengths)])
+    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-5)
+    assert not torch.allclose(wanted, torch.cat(plain), atol=1e-2)
 
 
 def test_what_the_guide_shows_of_the_example_is_the_example():

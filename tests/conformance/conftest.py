@@ -35,7 +35,17 @@ def stack(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
 @pytest.fixture(scope="session")
 def calm(stack: ConformanceStack) -> PostTrainingJobStatusResponse:
     """A job of 30 steps in two epochs, once it is over."""
-    stack.client.post_training.supervised_fine_tune(**job_request("calm"))
-    status = wait(stack.client, "calm")
+    return _completed(stack, "calm")
+
+
+@pytest.fixture(scope="session")
+def again(stack: ConformanceStack, calm: PostTrainingJobStatusResponse) -> PostTrainingJobStatusResponse:
+    """The same job under another id, after `calm`."""
+    return _completed(stack, "again")
+
+
+def _completed(stack: ConformanceStack, job_uuid: str) -> PostTrainingJobStatusResponse:
+    stack.client.post_training.supervised_fine_tune(**job_request(job_uuid))
+    status = wait(stack.client, job_uuid)
     assert status.status is JobStatus.completed, status.error
     return status
