@@ -21,7 +21,7 @@ class RemoteStackConfig(BaseModel):
     )
     dialect: DialectName = Field(
         default="auto",
-        description="What it speaks: another Postgrad, or a Llama Stack of 0.1.8 to 0.2.22, of 0.2.23 to 0.5, or of "
+        description="What it speaks: another Postgrad, or a Llama Stack of 0.1.8 to 0.2.23, of 0.3 to 0.5, or of "
         "0.6; `auto`: told by the routes that it lists",
     )
     timeout_seconds: float = Field(default=60.0, gt=0, le=3600, description="For one request to it")

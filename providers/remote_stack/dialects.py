@@ -12,13 +12,16 @@ from providers.remote_stack.config import RemoteStackConfig
 from providers.remote_stack.llama_stack import ROUTES, LlamaStackServer
 from providers.remote_stack.server import PostgradServer, RemoteServer, settings_of
 
-# Each generation by a route that those before it did not have; the newest first.
-_TOLD_BY = {
-    "postgrad": "/v1alpha/post-training/jobs/{}/events",
-    "llama-stack-0.6": "/v1alpha/post-training/jobs/{}/status",
-    "llama-stack-0.3": "/v1alpha/post-training/job/status",
-    "llama-stack-0.1": "/v1/post-training/job/status",
-}
+# Each generation by routes that those before it did not have; the newest first. 0.2.23 serves jobs at both places and
+# lists the newer one alone, with data sets still at the older.
+_FLAT, _OLD_FLAT = "/v1alpha/post-training/job/status", "/v1/post-training/job/status"
+_TOLD_BY: tuple[tuple[str, frozenset[str]], ...] = (
+    ("postgrad", frozenset({"/v1alpha/post-training/jobs/{}/events"})),
+    ("llama-stack-0.6", frozenset({"/v1alpha/post-training/jobs/{}/status"})),
+    ("llama-stack-0.3", frozenset({_FLAT, "/v1beta/datasets"})),
+    ("llama-stack-0.1", frozenset({_OLD_FLAT})),
+    ("llama-stack-0.1", frozenset({_FLAT})),
+)
 
 
 async def connect(config: RemoteStackConfig) -> RemoteServer:
@@ -39,8 +42,8 @@ def dialect_of(routes: Collection[str]) -> str:
         NotSupported: none is.
     """
     plain = {_without_names(route) for route in routes}
-    for dialect, route in _TOLD_BY.items():
-        if route in plain:
+    for dialect, needed in _TOLD_BY:
+        if needed <= plain:
             return dialect
     raise NotSupported(
         "the server behind this provider lists no post-training routes that are known here; it must be a Postgrad, or "
