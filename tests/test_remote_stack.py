@@ -138,8 +138,8 @@ def test_a_status_of_a_llama_stack_becomes_ours_and_a_history_with_lasting_numbe
     ("routes", "dialect"),
     [
         (["/v1/post-training/jobs", "/v1/post-training/job/status"], "llama-stack-0.1"),
-        (["/v1alpha/post-training/job/status", "/v1/datasets"], "llama-stack-0.1"),
-        (["/v1alpha/post-training/job/status", "/v1beta/datasets"], "llama-stack-0.3"),
+        (["/v1alpha/post-training/job/status", "/v1/datasetio/iterrows/{dataset_id:path}"], "llama-stack-0.1"),
+        (["/v1alpha/post-training/job/status", "/v1beta/datasetio/iterrows/{dataset_id:path}"], "llama-stack-0.3"),
         (["/v1alpha/post-training/jobs/{job_uuid}/status"], "llama-stack-0.6"),
         (["/v1alpha/post-training/jobs/{job_uuid}/events", "/v1/post-training/job/status"], "postgrad"),
     ],
