@@ -13,8 +13,8 @@ from providers.remote_stack.llama_stack import ROUTES, LlamaStackServer
 from providers.remote_stack.server import PostgradServer, RemoteServer, settings_of
 
 # Each generation by routes that those before it did not have; the newest first. 0.2.23 serves jobs at both places and
-# may list the newer one alone, with data sets still at the older. A Llama Stack lists no routes of data sets themselves,
-# since nobody provides them, but those of their rows.
+# may list the newer one alone, with data sets still at the older. A Llama Stack lists those routes alone whose API has
+# a provider of its own, so data sets are told by the routes of their rows.
 _FLAT, _OLD_FLAT = "/v1alpha/post-training/job/status", "/v1/post-training/job/status"
 _TOLD_BY: tuple[tuple[str, frozenset[str]], ...] = (
     ("postgrad", frozenset({"/v1alpha/post-training/jobs/{}/events"})),
