@@ -193,6 +193,29 @@ def _local_faults(to: Path) -> Iterator[None]:
         raise InvalidField(f"{to} cannot be written ({error.strerror}): choose another folder", param="to") from error
 
 
+def download_file(
+    transport: SyncTransport,
+    job_uuid: str,
+    step: int,
+    file: CheckpointFile,
+    to: Path,
+    stop: threading.Event | None = None,
+) -> None:
+    """Bring one file of a checkpoint to `to`, which appears when it has the size and sha256 it must have.
+
+    Raises:
+        ModelInvalid: it differs from its hash.
+        Conflict: another download writes there.
+        DiskFull, Unavailable, and whatever the server answers.
+    """
+    download = CheckpointDownload(transport, job_uuid, step, to, "all", stop=stop)
+    partial = to.with_name(f".{to.name}.partial-{file.sha256[:16]}")
+    with _local_faults(to), _locked(partial):
+        download._fetch(file, partial / "content")
+        (partial / "content").rename(to)
+        partial.rmdir()
+
+
 async def download_in_thread(
     settings: Settings,
     job_uuid: str,
