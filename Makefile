@@ -7,7 +7,7 @@ SOURCES := apis post_training providers distributions tests examples benchmarks
 # The cases that are measured at other ranks and step sizes too.
 SPOTS := ours,torchtune-padded,trl-padded
 
-.PHONY: quickstart test test-faults test-clients bench check fix clean
+.PHONY: quickstart test test-faults test-clients bench check docs fix clean
 
 quickstart: $(VENV)/.quickstart
 	$(BIN)/python examples/quickstart/quickstart.py
@@ -42,6 +42,10 @@ check: $(VENV)/.test
 	$(BIN)/ruff format --check $(SOURCES)
 	$(BIN)/lint-imports
 	$(BIN)/pyright
+
+# The pages that are written from the code.
+docs: $(VENV)/.test
+	$(BIN)/postgrad stack list-providers --markdown > docs/providers.md
 
 fix: $(VENV)/.test
 	$(BIN)/ruff check --fix $(SOURCES)

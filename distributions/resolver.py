@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import inspect
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from graphlib import CycleError, TopologicalSorter
@@ -25,16 +26,21 @@ from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.models import ModelCatalog
 from post_training.jobs.database import Database
 from post_training.jobs.scheduler import Scheduler
-from providers.registry import BUILT_IN, find_spec
-from providers.spec import SPEC_VERSION, ProviderDeps, ProviderSpec
+from providers.external import Found, from_module, known, without_torch
+from providers.registry import find_spec
+from providers.spec import ProviderDeps, ProviderSpec, check_spec_version
+
+log = logging.getLogger(__name__)
 
 PROTOCOLS: dict[Api, type] = {
     Api.post_training: PostTraining,
     Api.datasetio: DatasetIO,
     Api.inference: Inference,
 }
-# Data sets pick their source by what it reads; nothing says which of two trainers a job is meant for.
-_SEVERAL_ALLOWED = frozenset({Api.datasetio})
+# Data sets pick their source by what it reads, jobs their trainer as `provider_choice` has it.
+_SEVERAL_ALLOWED = frozenset({Api.datasetio, Api.post_training})
+# The second is what Llama Stack's remote providers call it.
+_FACTORIES = ("get_provider_impl", "get_adapter_impl")
 # Served by the stack's own catalogs, so a provider may depend on them without anyone providing them.
 _CATALOGS = frozenset({Api.datasets, Api.models})
 
@@ -61,15 +67,22 @@ class BuiltProvider:
     impl: Any
 
 
-def plan(config: StackRunConfig, specs: Sequence[ProviderSpec] = BUILT_IN) -> list[PlannedProvider]:
+def plan(config: StackRunConfig, specs: Sequence[ProviderSpec] | None = None) -> list[PlannedProvider]:
     """The providers that `config` switches on, dependencies first.
 
+    Args:
+        specs: the types that there are, beside those of a `module:`; None: the built-in ones, those of installed
+            packages and those of `external_providers_dir`.
+
     Raises:
-        ProviderInvalid: unknown type, code that does not import, a wrong configuration (its dotted path is named),
-            two providers in one role, a missing dependency, or a cycle.
+        ProviderInvalid: unknown type, another spec version, code that does not import, a wrong configuration (its
+            dotted path is named), two providers in one role, a missing dependency, or a cycle.
     """
+    found = known(config.external_providers_dir) if specs is None else Found(tuple(specs))
+    for fault in found.faults:
+        log.warning("%s", fault)
     planned = [
-        _plan_one(api, entry, f"providers.{api.value}.{index}", specs)
+        _plan_one(api, entry, f"providers.{api.value}.{index}", found)
         for api, entries in config.providers.items()
         for index, entry in enumerate(entries)
         if entry.enabled
@@ -78,32 +91,50 @@ def plan(config: StackRunConfig, specs: Sequence[ProviderSpec] = BUILT_IN) -> li
     return _ordered(planned)
 
 
-def _plan_one(api: Api, entry: ProviderEntry, path: str, specs: Sequence[ProviderSpec]) -> PlannedProvider:
-    if entry.module:
-        raise ProviderInvalid(f"{path}.module: providers are found by provider_type; remove `module`", param=path)
+def _plan_one(api: Api, entry: ProviderEntry, path: str, found: Found) -> PlannedProvider:
     try:
-        spec = find_spec(api, entry.provider_type, specs)
+        spec = _spec(api, entry, found)
+        check_spec_version(spec.provider_type, spec.spec_version)
+        with without_torch(spec.module):
+            config_class, factory = _code(spec)
     except ProviderInvalid as error:
-        raise ProviderInvalid(f"{path}: {error.message}", param=path) from None
-    if spec.spec_version != SPEC_VERSION:
-        raise ProviderInvalid(
-            f"{path}: {spec.provider_type} was written for spec version {spec.spec_version}, this is {SPEC_VERSION}"
-        )
-    config_module, _, config_name = spec.config_class.rpartition(".")
-    config_class = _attribute(spec, path, config_module, config_name)
-    factory = _attribute(spec, path, spec.module, "get_provider_impl")
+        raise ProviderInvalid(f"{path}: {error.message}", param=path) from error.__cause__
     return PlannedProvider(api, entry.provider_id, path, spec, _configured(config_class, entry, path), factory)
 
 
-def _attribute(spec: ProviderSpec, path: str, module: str, name: str) -> Any:
+def _code(spec: ProviderSpec) -> tuple[type[BaseModel], Any]:
+    """The configuration class and the factory."""
+    module, _, name = spec.config_class.rpartition(".")
+    config_class = _attribute(spec, module, name)
+    if not (isinstance(config_class, type) and issubclass(config_class, BaseModel)):
+        raise ProviderInvalid(f"{spec.provider_type}: {spec.config_class} is no pydantic model")
+    return config_class, _attribute(spec, spec.module, *_FACTORIES)
+
+
+def _spec(api: Api, entry: ProviderEntry, found: Found) -> ProviderSpec:
+    if entry.module:
+        return from_module(entry.module, api, entry.provider_type)
     try:
-        return getattr(importlib.import_module(module), name)
+        return find_spec(api, entry.provider_type, found.specs)
+    except ProviderInvalid as error:
+        is_known = any(spec.api is api and spec.provider_type == entry.provider_type for spec in found.specs)
+        if is_known or not found.faults:
+            raise
+        raise ProviderInvalid(f"{error.message}; could not be loaded: {'; '.join(found.faults)}") from None
+
+
+def _attribute(spec: ProviderSpec, module: str, *names: str) -> Any:
+    """The first of `names` that the module has."""
+    what = f"provider {spec.provider_type} cannot be loaded: {names[0]} of {module}"
+    try:
+        found = importlib.import_module(module)
     except Exception as error:  # a provider's import may fail in any way
-        cause = f"{type(error).__name__}: {error}"
         needs = f"; it needs: {', '.join(spec.pip_packages)}" if isinstance(error, ImportError) else ""
-        raise ProviderInvalid(
-            f"{path}: provider {spec.provider_type} cannot be loaded: {name} of {module}: {cause}{needs}", param=path
-        ) from error
+        raise ProviderInvalid(f"{what}: {type(error).__name__}: {error}{needs}") from error
+    for name in names:
+        if hasattr(found, name):
+            return getattr(found, name)
+    raise ProviderInvalid(f"{what}: the module has none")
 
 
 def _configured(config_class: type[BaseModel], entry: ProviderEntry, path: str) -> BaseModel:

@@ -54,7 +54,11 @@ class _Section(BaseModel):
 
 
 class ProviderEntry(_Section):
-    """One provider. A `provider_id` that is null, empty or `__disabled__` switches it off."""
+    """One provider. A `provider_id` that is null, empty or `__disabled__` switches it off.
+
+    Attributes:
+        module: the package that has the provider, or `package==version`; see `providers.external.from_module`.
+    """
 
     provider_id: str = DISABLED
     provider_type: str = ""
@@ -229,12 +233,17 @@ def _dataset_entry(value: Any) -> Any:
 
 
 class StackRunConfig(_Section):
-    """What a run.yaml of `version: 2` says, as far as it concerns this stack."""
+    """What a run.yaml of `version: 2` says, as far as it concerns this stack.
+
+    Attributes:
+        external_providers_dir: a folder of files that describe providers; see `providers.external.from_folder`.
+    """
 
     version: Annotated[Literal[2], BeforeValidator(lambda v: 2 if v == "2" else v)] = 2
     image_name: str = "postgrad"
     apis: list[Api] = []
     providers: dict[Api, Annotated[list[ProviderEntry], BeforeValidator(_empty_list)]] = {}
+    external_providers_dir: Path | None = None
     metadata_store: Annotated[StoreConfig, BeforeValidator(_store)] = StoreConfig()
     models: Annotated[list[ModelEntry], BeforeValidator(_without_disabled)] = []
     datasets: Annotated[

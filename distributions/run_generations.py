@@ -15,6 +15,7 @@ from typing import Any
 from apis.common import Api
 from apis.errors import RunConfigInvalid
 from distributions.environment import DISABLED, substitute
+from providers.external import folder_files, installed
 from providers.registry import is_only_upstream, types_of
 
 log = logging.getLogger(__name__)
@@ -59,7 +60,7 @@ def keep_ours(raw: Section, own: Collection[str], environ: Mapping[str, str], so
     """
     kept = {key: value for key, value in raw.items() if key in own or key in _TRANSLATED}
     for key, value in raw.items():
-        if key not in kept and key != "external_providers_dir" and value:
+        if key not in kept and value:
             log.warning("%s: section %r has no meaning here and is left out", source, key)
     if isinstance(raw.get("storage"), dict):
         kept["storage"] = _keep_storage(raw["storage"], source)
@@ -120,7 +121,7 @@ def _keep_storage(storage: Section, source: str) -> Section:
 
 
 def _keep_providers(
-    api: Api, entries: Any, external: Collection[tuple[str, str]], environ: Mapping[str, str], source: str
+    api: Api, entries: Any, external: Collection[tuple[Api, str]], environ: Mapping[str, str], source: str
 ) -> Any:
     """The entries, those in whose place nothing can stand switched off, so that the others keep their numbers."""
     if not isinstance(entries, list):
@@ -147,15 +148,12 @@ def _is_on(head: Any) -> bool:
     return isinstance(head, dict) and head.get("provider_id") not in (None, "", DISABLED)
 
 
-def _left_out(api: Api, head: Section, external: Collection[tuple[str, str]]) -> str | None:
+def _left_out(api: Api, head: Section, external: Collection[tuple[Api, str]]) -> str | None:
     kind = head.get("provider_type")
-    if not _is_on(head) or not isinstance(kind, str):
+    if not _is_on(head) or not isinstance(kind, str) or head.get("module") or (api, kind) in external:
         return None
-    if head.get("module"):
-        return f"{kind!r} comes from the module {head['module']!r}; providers of other packages are not loaded yet"
-    if (api.value, kind) in external:
-        return f"{kind!r} is defined in external_providers_dir; providers from there are not loaded yet"
-    if is_only_upstream(api, kind):
+    # What other packages offer is looked at last: it is imported for that.
+    if is_only_upstream(api, kind) and is_only_upstream(api, kind, installed().specs):
         have = ", ".join(types_of(api)) or "none"
         return f"{kind!r} is a provider of Llama Stack's that this stack does not have; it has {have}"
     return None
@@ -199,23 +197,15 @@ def _owner(entry: Section, environ: Mapping[str, str], place: str) -> object:
     return DISABLED if owner is None and given is not None else owner
 
 
-def _external_types(folder: Any, environ: Mapping[str, str], source: str) -> set[tuple[str, str]]:
-    """API and type of each provider of our APIs that lies in an `external_providers_dir`.
-
-    Its layout is `<inline|remote>/<api>/<name>.yaml`; the type is `<inline|remote>::<name>`.
-    """
+def _external_types(folder: Any, environ: Mapping[str, str], source: str) -> Collection[tuple[Api, str]]:
+    """API and type of each provider of our APIs that lies in an `external_providers_dir`."""
     folder = substitute({"external_providers_dir": folder}, environ)["external_providers_dir"]
     if not folder:
         return set()
     if not isinstance(folder, str) or not Path(folder).is_dir():
         log.warning("%s: external_providers_dir: there is no folder %s", source, folder)
         return set()
-    apis = {api.value for api in Api}
-    files = [file for kind in ("inline", "remote") for file in sorted(Path(folder).glob(f"{kind}/*/*.yaml"))]
-    found = {(f.parent.name, f"{f.parent.parent.name}::{f.stem}") for f in files if f.parent.name in apis}
-    names = ", ".join(sorted(kind for _, kind in found)) or "none of this stack's APIs"
-    log.warning("%s: external_providers_dir: providers are not loaded from there yet; found %s", source, names)
-    return found
+    return folder_files(Path(folder)).keys()
 
 
 # -- once the variables are put in ------------------------------------------------------------------------------------

@@ -42,7 +42,6 @@ from distributions.run_config import LoggingConfig, StackRunConfig
 from distributions.stack import Stack, build_stack
 from post_training.catalog.keys import ApiKeys
 from post_training.listening import listen, url_of
-from providers.registry import BUILT_IN
 from providers.spec import ProviderSpec
 
 KEY_VARIABLE = "POSTGRAD_API_KEY"
@@ -121,7 +120,7 @@ def serve(
     config: StackRunConfig,
     host: str | None = None,
     port: int | None = None,
-    specs: Sequence[ProviderSpec] = BUILT_IN,
+    specs: Sequence[ProviderSpec] | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
 ) -> None:
     """Serve until SIGTERM or SIGINT, which are ignored from then on: what is left is to exit.
@@ -130,6 +129,7 @@ def serve(
 
     Args:
         host, port: in place of those in the run.yaml; port 0 takes any free one.
+        specs: as `plan`.
         on_ready: told the server's URL once it answers.
 
     Raises:

@@ -22,6 +22,7 @@ from apis.datasets.models import RegisterDatasetRequest
 from apis.errors import Conflict, ModelNotFound, PostgradError, RunConfigInvalid, StackError
 from apis.models.models import RegisterModelRequest
 from distributions.home import ensure_home, lock_home
+from distributions.provider_choice import choose_among
 from distributions.resolver import BuiltProvider, PlannedProvider, build
 from distributions.run_config import ModelEntry, StackRunConfig
 from post_training.catalog.datasets import DatasetCatalog
@@ -54,10 +55,13 @@ class Stack:
     _running: bool = False
 
     def impl(self, api: Api) -> Any | None:
-        """The one implementation of `api`, None where the stack does not serve it."""
+        """The implementation of `api`, None where the stack does not serve it; of several providers, one for all."""
         if not self.config.serves(api):
             return None
-        return next((b.impl for b in self.providers if b.planned.api is api), None)
+        found = {b.planned.provider_id: b.impl for b in self.providers if b.planned.api is api}
+        if api is Api.post_training and len(found) > 1:
+            return choose_among(found)
+        return next(iter(found.values()), None)
 
     async def store_answers(self) -> bool:
         """Whether the store can be read now, within a few seconds."""

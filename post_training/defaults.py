@@ -28,6 +28,14 @@ def default_lr(hidden_size: int) -> float:
     return float(f"{min(highest, max(lowest, _LR * math.sqrt(_LR_WIDTH / hidden_size))):.2g}")
 
 
+def lr_of_all_weights(lora_lr: float) -> float:
+    """The rate where every weight is trained, for a model whose LoRA rate is `lora_lr`: a tenth.
+
+    Schulman et al. 2025, *LoRA Without Regret*, find LoRA's best rate about ten times that of full fine-tuning.
+    """
+    return float(f"{lora_lr / 10:.2g}")
+
+
 def default_batch_size(units: int) -> int:
     """Rows of a batch for a data set of `units` rows, or packs of a batch for `units` packs.
 

@@ -26,7 +26,8 @@ from typing import Any
 
 from sqlalchemy import select
 
-from apis.post_training.models import JobStatus, LoraFinetuningConfig
+from apis.post_training.models import FullFinetuningConfig, JobStatus, LoraFinetuningConfig
+from post_training.catalog import model_sizes
 from post_training.catalog.model_files import CONFIG_FILE, TensorHeader, read_json, tensor_headers
 from post_training.jobs.database import Database
 from post_training.jobs.spec import JobSpec
@@ -58,10 +59,11 @@ class _Shape:
 
     @classmethod
     def of(cls, config: dict[str, Any]) -> _Shape:
-        hidden, heads = config["hidden_size"], config["num_attention_heads"]
+        """Raises ModelInvalid where the config does not tell."""
+        hidden, heads = model_sizes.width(config), model_sizes.heads(config)
         head = config.get("head_dim") or hidden // heads
         kv_heads = config.get("num_key_value_heads") or heads
-        sizes = (config["intermediate_size"], head * heads, head * kv_heads, config["num_hidden_layers"])
+        sizes = (model_sizes.intermediate(config), head * heads, head * kv_heads, model_sizes.layers(config))
         return cls(hidden, *sizes, config["vocab_size"])
 
 
@@ -80,9 +82,14 @@ def estimates(database: Database, spec: JobSpec, report: dict[str, Any], device_
 
 
 def trainable_parameters(spec: JobSpec) -> int:
-    """How many numbers the job's adapters have: rank (in + out) of each adapted matrix, and out with DoRA."""
+    """How many numbers the job's adapters have: rank (in + out) of each adapted matrix, and out with DoRA.
+
+    The model's own where all of them are trained.
+    """
     base = Path(spec.model.base_dir)
     shape, lora = _Shape.of(read_json(base / CONFIG_FILE)), spec.algorithm_config
+    if isinstance(lora, FullFinetuningConfig):
+        return sum(math.prod(header.shape) for header in tensor_headers(base).values())
     parts = [part for name, header in tensor_headers(base).items() for part in _adapted(name, header, shape, lora)]
     return sum(lora.rank * (rows + columns) + (rows if lora.use_dora else 0) for rows, columns in parts)
 
@@ -94,8 +101,10 @@ def memory(spec: JobSpec, report: dict[str, Any], trainable: int, device_kind: s
     headers, shape = tensor_headers(base_dir), _Shape.of(read_json(base_dir / CONFIG_FILE))
     tokens = min(report["largest_step_tokens"], max(spec.worker.micro_batch_tokens, report["longest_kept_tokens"]))
     checkpointing = bool(config.efficiency_config.enable_activation_checkpointing)
+    lora = spec.algorithm_config
+    quantized = isinstance(lora, LoraFinetuningConfig) and bool(lora.quantize_base)
     parts = {
-        "base_bytes": _base_bytes(headers, size, bool(spec.algorithm_config.quantize_base)),
+        "base_bytes": 0 if spec.trains_all else _base_bytes(headers, size, quantized),
         "adapter_bytes": trainable * _bytes_each(spec, size),
         "activation_bytes": _activation_bytes(shape, tokens, size, checkpointing),
         "logit_bytes": min(tokens, _LOGIT_POSITIONS) * shape.vocabulary * (size + 12),
@@ -147,6 +156,8 @@ def _adapted(name: str, header: TensorHeader, shape: _Shape, lora: LoraFinetunin
         return []
     rows, columns = header.shape
     modules = lora.lora_attn_modules
+    if layer in modules:
+        return [(rows, columns)]
     if layer == "qkv_proj":
         sizes = {"q_proj": shape.attention, "k_proj": shape.kv, "v_proj": shape.kv}
         return [(sizes[part], columns) for part in sizes if part in modules]

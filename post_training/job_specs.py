@@ -18,18 +18,23 @@ from pydantic import BaseModel
 from apis.common import check_identifier
 from apis.datasets.models import DATA_SOURCE
 from apis.errors import DataInvalid, DatasetNotFound, InvalidField, ModelNotFound
-from apis.post_training.models import LoraFinetuningConfig, SupervisedFineTuneRequest, TrainingConfig
+from apis.post_training.models import (
+    FullFinetuningConfig,
+    RunnableAlgorithm,
+    SupervisedFineTuneRequest,
+    TrainingConfig,
+)
 from post_training.catalog.datasets import DatasetCatalog
 from post_training.catalog.folders import imported_models
 from post_training.catalog.models import ModelCatalog, ResolvedModel, checkpoint_identifier
 from post_training.data.preflight import check_rows
 from post_training.data.sources import SourcePolicy, open_rows
-from post_training.defaults import MAX_DEFAULT_EPOCHS
+from post_training.defaults import MAX_DEFAULT_EPOCHS, lr_of_all_weights
 from post_training.jobs.database import now
 from post_training.jobs.devices import Slot
 from post_training.jobs.spec import DatasetRef, JobSpec, ModelRef, SessionSettings, WorkerSettings
 
-CheckRequest = Callable[[SupervisedFineTuneRequest, ResolvedModel], LoraFinetuningConfig]
+CheckRequest = Callable[[SupervisedFineTuneRequest, ResolvedModel], RunnableAlgorithm]
 """Refuses what a provider cannot do, by field name; returns the algorithm it will run."""
 
 
@@ -39,7 +44,7 @@ class ProviderProfile:
 
     Attributes:
         check: called before a job is accepted.
-        default_lr: the learning rate of a job on this model whose request names none.
+        default_lr: the learning rate of a LoRA job on this model whose request names none.
         worker: settings stored with each job.
         default_model: used where a request names none.
         default_seed: used where a request gives none.
@@ -82,6 +87,7 @@ class SpecBuilder:
         Raises:
             BadRequest, NotFound: a field, model or data set cannot be used.
         """
+        self._refuse_other_provider(request.provider_id)
         _check_validation(request.training_config)
         data = request.training_config.data_config
         if data is None:
@@ -102,6 +108,7 @@ class SpecBuilder:
 
     def session(self, request: SupervisedFineTuneRequest, settings: SessionSettings) -> JobSpec:
         """The job of a session, whose rows its client brings. Raises as `job`."""
+        self._refuse_other_provider(request.provider_id)
         model = self._resolve_model(request)
         algorithm = self._profile.check(request, model)
         # Of the longest name that a checkpoint gets where its client gives none.
@@ -113,7 +120,7 @@ class SpecBuilder:
         self,
         request: SupervisedFineTuneRequest,
         model: ResolvedModel,
-        algorithm: LoraFinetuningConfig,
+        algorithm: RunnableAlgorithm,
         dataset: DatasetRef | None,
         validation: DatasetRef | None,
     ) -> JobSpec:
@@ -128,7 +135,7 @@ class SpecBuilder:
                 base_dir=str(model.base_dir),
                 adapter_dir=str(model.adapter_dir) if model.adapter_dir else None,
             ),
-            training_config=self._with_lr(request.training_config, model),
+            training_config=self._with_lr(request.training_config, algorithm, model),
             algorithm_config=algorithm,
             dataset=dataset,
             validation=validation,
@@ -137,6 +144,13 @@ class SpecBuilder:
         )
         self._check_device(spec)
         return spec
+
+    def _refuse_other_provider(self, asked: str | None) -> None:
+        if asked not in (None, self._profile.provider_id):
+            raise InvalidField(
+                f"there is no post_training provider {asked!r} here; there is {self._profile.provider_id!r}",
+                param="provider_id",
+            )
 
     def _check_device(self, spec: JobSpec) -> None:
         """Refuse now what would wait for ever."""
@@ -148,12 +162,15 @@ class SpecBuilder:
                 param="training_config.device",
             )
 
-    def _with_lr(self, training: TrainingConfig, model: ResolvedModel) -> TrainingConfig:
+    def _with_lr(self, training: TrainingConfig, algorithm: RunnableAlgorithm, model: ResolvedModel) -> TrainingConfig:
         """Fixed now, so that every attempt has the same; what depends on the rows is settled where they are read."""
         optimizer = training.optimizer_config
         if optimizer.lr is not None:
             return training
-        filled = optimizer.model_copy(update={"lr": self._profile.default_lr(model)})
+        lr = self._profile.default_lr(model)
+        if isinstance(algorithm, FullFinetuningConfig):
+            lr = lr_of_all_weights(lr)
+        filled = optimizer.model_copy(update={"lr": lr})
         return training.model_copy(update={"optimizer_config": filled})
 
     def _resolve_model(self, request: SupervisedFineTuneRequest) -> ResolvedModel:

@@ -137,6 +137,8 @@ class SessionService:
         config, lora = request.config, request.config.lora
         algorithm = lora.as_algorithm() if lora is not None else config.algorithm_config
         given: dict[str, Any] = {} if algorithm is None else {"algorithm_config": algorithm}
+        if config.provider_id is not None:
+            given["provider_id"] = config.provider_id
         model = lora.lora_adapter_path if lora is not None and lora.lora_adapter_path is not None else config.model
         return SupervisedFineTuneRequest(
             job_uuid=job_id, model=model, training_config=_training(config, self._device(request), job_id), **given

@@ -16,14 +16,44 @@ _TORCHTUNE = ProviderSpec(
     api_dependencies=(Api.datasetio,),
     description="LoRA supervised fine-tuning on one device, in a worker process",
     pip_packages=("postgrad[torchtune]",),
-    capabilities=("supervised_fine_tune", "LoRA"),
+    capabilities=("supervised_fine_tune", "preflight", "sft_sessions", "LoRA", "DoRA", "rsLoRA", "QLoRA"),
+    model_types=("llama", "mistral", "qwen2", "gemma", "phi3"),
+)
+_HUGGINGFACE = ProviderSpec(
+    api=Api.post_training,
+    provider_type="inline::huggingface",
+    module="providers.huggingface.provider",
+    config_class="providers.huggingface.config.HuggingfacePostTrainingConfig",
+    api_dependencies=(Api.datasetio,),
+    description="Supervised fine-tuning of any causal language model of transformers, in a worker process",
+    pip_packages=("postgrad[huggingface]",),
+    capabilities=(
+        "supervised_fine_tune",
+        "preflight",
+        "sft_sessions",
+        "LoRA",
+        "DoRA",
+        "rsLoRA",
+        "Full",
+        "layers by the model's own names",
+    ),
+)
+_REMOTE_STACK = ProviderSpec(
+    api=Api.post_training,
+    provider_type="remote::llama-stack",
+    module="providers.remote_stack.provider",
+    config_class="providers.remote_stack.config.RemoteStackConfig",
+    api_dependencies=(Api.datasetio,),
+    description="Sends jobs to another server, a Postgrad or a Llama Stack of 0.1.8 to 0.6.1; can what that one can",
+    capabilities=("supervised_fine_tune", "preference_optimize", "preflight"),
 )
 _LOCALFS = ProviderSpec(
     api=Api.datasetio,
     provider_type="inline::localfs",
     module="providers.localfs.provider",
     config_class="providers.localfs.config.LocalFSConfig",
-    description="Rows from files under allowed roots, data: URIs and requests",
+    description="Rows from requests, data: URIs, files under allowed roots and, where allowed, URLs and the hub",
+    capabilities=("rows", "data:", "file:", "http(s):", "huggingface:"),
 )
 _HUB = ProviderSpec(
     api=Api.datasetio,
@@ -31,6 +61,7 @@ _HUB = ProviderSpec(
     module="providers.hub.provider",
     config_class="providers.hub.config.HuggingfaceDatasetsConfig",
     description="Data sets of the Hugging Face hub",
+    capabilities=("huggingface:",),
     pip_packages=("postgrad[torchtune]",),
 )
 _TRANSFORMERS = ProviderSpec(
@@ -40,10 +71,10 @@ _TRANSFORMERS = ProviderSpec(
     config_class="providers.inference.config.TransformersInferenceConfig",
     description="Chat and text completions from base models and checkpoints, in a worker process",
     pip_packages=("postgrad[torchtune]",),
-    capabilities=("chat_completions", "completions", "streaming"),
+    capabilities=("chat_completion", "completion", "streaming", "adapters"),
 )
 
-BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _LOCALFS, _HUB, _TRANSFORMERS)
+BUILT_IN: tuple[ProviderSpec, ...] = (_TORCHTUNE, _HUGGINGFACE, _REMOTE_STACK, _LOCALFS, _HUB, _TRANSFORMERS)
 
 ALIASES: dict[tuple[Api, str], str] = {
     (Api.post_training, "inline::torchtune-cpu"): "inline::torchtune",
@@ -85,12 +116,18 @@ def find_spec(api: Api, provider_type: str, specs: Sequence[ProviderSpec] = BUIL
     """The spec that serves `api` under the name `provider_type`, an alias included.
 
     Raises:
-        ProviderInvalid: no provider has that name for that API; the message lists those that do.
+        ProviderInvalid: no provider has that name for that API; the message lists those that do. Or several have it.
     """
     wanted = ALIASES.get((api, provider_type), provider_type)
-    for spec in specs:
-        if spec.api is api and spec.provider_type == wanted:
-            return spec
+    found = [spec for spec in specs if spec.api is api and spec.provider_type == wanted]
+    if len({spec.module for spec in found}) > 1:
+        modules = " and ".join(sorted({spec.module for spec in found}))
+        raise ProviderInvalid(
+            f"several providers of {api.value} are called {wanted!r}, those of the modules {modules}: uninstall all "
+            "but one, or name one by `module:`"
+        )
+    if found:
+        return found[0]
     known = ", ".join(types_of(api, specs))
     raise ProviderInvalid(
         f"no provider of type {provider_type!r} is known for {api.value}; "

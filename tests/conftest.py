@@ -27,6 +27,17 @@ __all__ = ["smollm2"]
 _MIGRATED = "migrated"
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    group = parser.getgroup("postgrad")
+    group.addoption(
+        "--provider",
+        action="append",
+        metavar="TYPE[@PACKAGE]",
+        help="tests/conformance: hold this installed provider to its promises in place of those here; may be repeated",
+    )
+    group.addoption("--provider-model", metavar="FOLDER", help="tests/conformance: the Hugging Face model it trains")
+
+
 @pytest.fixture(scope="session")
 def postgres_server() -> Iterator[Cluster]:
     """The cluster that all tests share; it holds a migrated database to copy."""

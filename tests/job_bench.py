@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 
 import torch
 
-from apis.post_training.models import JobStatus, LoraFinetuningConfig, TrainingConfig
+from apis.post_training.models import JobStatus, LoraFinetuningConfig, RunnableAlgorithm, TrainingConfig
 from post_training.checkpoints import verify
 from post_training.checkpoints.layout import RESERVE, checkpoints_root
 from post_training.checkpoints.space import FreeBytes, free_bytes
@@ -57,8 +57,8 @@ class VerifierHere:
     looks: ClassVar[int] = 0
     started = False
 
-    def __init__(self, base_dir: Path, model_module: str, lora_config: dict[str, Any]) -> None:
-        self._request = {"base_dir": base_dir, "model_module": model_module, "lora": lora_config}
+    def __init__(self, base_dir: Path, model_module: str, lora_config: dict[str, Any], *, full: bool = False) -> None:
+        self._request = {"base_dir": base_dir, "model_module": model_module, "lora": lora_config, "full": full}
 
     def prepare(self) -> None: ...
 
@@ -120,6 +120,7 @@ class Bench:
         data: list[dict[str, Any]],
         validation: list[dict[str, Any]] | None = None,
         data_config: dict[str, Any] | None = None,
+        algorithm: RunnableAlgorithm | None = None,
         **training: Any,
     ) -> JobSpec:
         """Submit a job in fp32; `training` as in a request."""
@@ -132,7 +133,7 @@ class Bench:
             provider_id=PROVIDER,
             model=ModelRef(identifier="tiny", base_identifier="tiny", base_dir=str(self.base)),
             training_config=TrainingConfig.model_validate(config),
-            algorithm_config=LoraFinetuningConfig(rank=4, alpha=8),
+            algorithm_config=algorithm or LoraFinetuningConfig(rank=4, alpha=8),
             dataset=_inline("data", data),
             validation=None if validation is None else _inline("held-out", validation),
             seed=self.seed,

@@ -27,10 +27,15 @@ def run_yaml_with(folder: Path, **sections: Any) -> str:
 
 @contextmanager
 def served(
-    home: Path, *options: str, stack: str = TEMPLATE, stderr: IO[str] | None = None, **environ: str
+    home: Path,
+    *options: str,
+    stack: str = TEMPLATE,
+    stderr: IO[str] | None = None,
+    python: str = sys.executable,
+    **environ: str,
 ) -> Iterator[tuple[str, subprocess.Popen[str]]]:
     """Run a template or run.yaml on a free port from a folder that is not the checkout; gives its URL and process."""
-    command = [sys.executable, "-c", PROGRAM, "run", stack, "--port", "0", *options]
+    command = [python, "-c", PROGRAM, "run", stack, "--port", "0", *options]
     env = {**os.environ, "POSTGRAD_HOME": str(home), "OMP_NUM_THREADS": "1", **environ}
     process = subprocess.Popen(command, cwd=home.parent, env=env, stdout=subprocess.PIPE, stderr=stderr, text=True)
     assert process.stdout is not None

@@ -421,6 +421,7 @@ def test_a_checkpoint_of_each_kind_is_verified(
     bases: dict[str, Path], tmp_path: Path, case: str, lora: LoraSettings
 ) -> None:
     report = verified(checkpoint(tmp_path, bases[case], lora), bases[case], lora)
+    assert report.adapter_error is not None
     assert max(report.adapter_error, report.merged_error) < 1e-5
     assert report.quantization_change is None
 
@@ -431,6 +432,7 @@ def test_an_adapter_of_a_quantized_base_is_verified_and_merged_on_the_stored_one
     base, lora = bases["llama"], LoraSettings(4, 8, quantized_base=True)
     directory = checkpoint(tmp_path, base, lora)
     report = verified(directory, base, lora)
+    assert report.adapter_error is not None
     assert max(report.adapter_error, report.merged_error) < 1e-5
     quantized, stored = load(base, lora), load(base, replace(lora, quantized_base=False))
     for model in (quantized, stored):

@@ -92,6 +92,7 @@ def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_good_checkpoint_of_each_family_is_verified_with_its_numbers(tmp_path: Path, case: str):
     make_model(tmp_path / "base", case)
     report = run(checkpoint(tmp_path, tmp_path / "base"), tmp_path / "base")
+    assert report.adapter_error is not None
     assert report.adapter_error <= 1e-5
     assert report.merged_error <= 1e-5
     assert report.merged_dtype is None
@@ -201,6 +202,7 @@ def test_the_verifying_process_answers_the_same_numbers_and_leaves_the_checkpoin
     directory = checkpoint(tmp_path, base, merged="fp32")
     before = {path: path.stat().st_mtime_ns for path in directory.rglob("*")}
     report = verification.verify_checkpoint(directory, base, MODULE, asdict(LORA), threads=1, timeout=120)
+    assert report.adapter_error is not None
     assert report.adapter_error <= 1e-5
     assert report.merged_error <= 1e-5
     assert report.change == pytest.approx(run(directory, base).change, rel=1e-3)
@@ -236,6 +238,7 @@ def test_the_logits_of_a_base_whose_files_have_changed_are_computed_again(tmp_pa
     weights = load_file(base / "model.safetensors")
     save_file({name: tensor * 1.5 for name, tensor in weights.items()}, base / "model.safetensors", {"format": "pt"})
     after = run(directory, base)
+    assert after.adapter_error is not None
     assert after.adapter_error <= 1e-5
     assert abs(after.change - before) > 1e-3
 

@@ -112,9 +112,10 @@ def test_single_flags_go_over_the_json_and_leave_the_rest_of_it(stack: InMemoryS
     submit(
         data, "--training-config", "@training.json", "--algorithm-config", '{"rank": 64, "apply_lora_to_mlp": false}',
         "--epochs", "2", "--lr", "0.01", "--rank", "4", "--alpha", "8", "--batch-size", "2", "--max-seq-len", "64",
-        "--dtype", "fp32", "--seed", "7", "--validation-dataset", str(data),
+        "--dtype", "fp32", "--seed", "7", "--validation-dataset", str(data), "--provider", "huggingface",
     )  # fmt: skip
     request = stack.post_training.jobs["j1"].request
+    assert request.provider_id == "huggingface"
     assert request.algorithm_config is not None
     config, algorithm = request.training_config, request.algorithm_config.model_dump()
     assert (config.n_epochs, config.gradient_accumulation_steps, config.dtype, config.seed) == (2, 5, "fp32", 7)

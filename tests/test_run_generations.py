@@ -49,13 +49,11 @@ GENERATIONS: dict[str, tuple[set[str], list[str]]] = {
         ],
     ),
     "v0.2.12": (
-        {ANSWERED, *READ},
+        {"inline::huggingface", ANSWERED, *READ},
         [
             "'conda_env'",
             "'inference_store'",
             "'remote::ollama'",
-            "'inline::huggingface'",
-            "no provider of post_training is left",
             *apis(OLD_APIS),
         ],
     ),
@@ -68,7 +66,6 @@ GENERATIONS: dict[str, tuple[set[str], list[str]]] = {
             "'remote::openai'",
             "'inline::sentence-transformers'",
             "models.0 is left out, since there is no provider 'sentence-transformers'",
-            "'remote::ramalama' comes from the module 'ramalama_stack==0.3.0'",
             *apis([*NEW_APIS, "telemetry"]),
         ],
     ),
@@ -143,7 +140,7 @@ def test_each_generation_is_served(name: str, tmp_path: Path):
         datasets = [d["identifier"] for d in httpx.get(f"{url}/v1/datasets").json()["data"]]
     assert {p["provider_type"] for p in providers} == GENERATIONS[name][0]
     assert {p["health"]["status"] for p in providers} == {"OK"}
-    assert jobs == (404 if name == "v0.2.12" else 200)  # of that file's trainer there is none here yet
+    assert jobs == 200
     assert datasets == (["two-rows"] if name == "v0.3.5" else [])
     assert [file.name for file in store.iterdir() if file.suffix == ".db"] == [
         "kvstore.db" if name >= "v0.3" else "registry.db"
@@ -163,7 +160,7 @@ def test_a_provider_that_is_left_out_needs_no_variables(tmp_path: Path, warnings
     ]
     assert len(warnings) == 1
     assert "providers.post_training.0 is left out: 'remote::nvidia'" in warnings[0]
-    assert warnings[0].endswith("it has inline::torchtune")
+    assert "; it has inline::huggingface, inline::torchtune, " in warnings[0]
 
 
 @pytest.mark.parametrize("place", ["models", "registered_resources"])
@@ -251,21 +248,23 @@ def test_a_type_that_no_llama_stack_had_is_an_error_that_names_it(tmp_path: Path
         plan(load(tmp_path, {"providers": {api: entries}}))
 
 
-def test_providers_in_a_folder_are_named_and_left_out(tmp_path: Path, warnings: list[str]):
-    for place in ("remote/post_training/kft.yaml", "inline/datasetio/rows.yaml", "remote/safety/guard.yaml"):
+def test_providers_in_a_folder_and_of_modules_are_kept(tmp_path: Path, warnings: list[str]):
+    for place in ("remote/post_training/nvidia.yaml", "inline/datasetio/rows.yaml", "remote/safety/guard.yaml"):
         file = tmp_path / "providers.d" / place
         file.parent.mkdir(parents=True)
         file.write_text("adapter: {}\n")
     document = {
         "external_providers_dir": "${env.FOLDER}",
-        "providers": {"post_training": [{"provider_id": "kft", "provider_type": "remote::kft"}]},
+        "providers": {
+            "post_training": [{"provider_id": "kept", "provider_type": "remote::nvidia"}],
+            "inference": [{"provider_id": "too", "provider_type": "remote::vllm", "module": "some_package==1.2"}],
+        },
     }
     config = load(tmp_path, document, FOLDER=str(tmp_path / "providers.d"))
-    assert not config.providers[Api.post_training][0].enabled
-    assert len(warnings) == 3
-    assert warnings[0].endswith("found inline::rows, remote::kft")
-    assert "'remote::kft' is defined in external_providers_dir" in warnings[1]
-    assert "no provider of post_training is left" in warnings[2]
+    assert config.external_providers_dir == tmp_path / "providers.d"
+    assert config.providers[Api.post_training][0].enabled
+    assert config.providers[Api.inference][0].module == "some_package==1.2"
+    assert warnings == []
 
 
 def test_a_folder_of_providers_that_is_not_there_is_said(tmp_path: Path, warnings: list[str]):

@@ -6,13 +6,16 @@ import json
 import os
 import socket
 from pathlib import Path
+from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from apis.common import Api
 from distributions.cli.stack import app
-from providers.registry import BUILT_IN
+from providers.registry import BUILT_IN, find_spec
+from providers.torchtune.architecture import Family
+from tests.model_fixture import REPOSITORY
 
 TEMPLATE = "experimental-post-training"
 
@@ -51,9 +54,27 @@ def test_apis_are_listed():
 
 def test_providers_are_listed_all_or_those_of_one_api():
     everything = json.loads(invoke("list-providers", "--json")[1])
-    assert {(p["api"], p["provider_type"]) for p in everything} == {(s.api.value, s.provider_type) for s in BUILT_IN}
+    assert {(p["api"], p["provider_type"]) for p in everything} >= {(s.api.value, s.provider_type) for s in BUILT_IN}
+    (torchtune,) = [p for p in everything if p["provider_type"] == "inline::torchtune"]
+    assert torchtune["capabilities"].split(", ")[:2] == ["supervised_fine_tune", "preflight"]
     one = invoke("list-providers", "post_training")[1].splitlines()
-    assert [line.split("\t")[1] for line in one] == ["inline::torchtune"]
+    assert "inline::torchtune" in [line.split("\t")[1] for line in one]
+    assert {line.split("\t")[0] for line in one} == {"post_training"}
+    assert {"Full", "LoRA"} <= set(one[1].split("\t")[3].split(", "))
+
+
+def test_the_page_of_providers_is_what_the_code_says():
+    code, out, _ = invoke("list-providers", "--markdown")
+    assert code == 0
+    page = (REPOSITORY / "docs" / "providers.md").read_text(encoding="utf-8")
+    assert page == out, "run `make docs`"
+    for spec in BUILT_IN:
+        assert f"### {spec.provider_type}\n" in out
+        assert all(f"`{can}`" in out for can in spec.capabilities)
+
+
+def test_the_models_that_torchtune_is_said_to_train_are_those_that_it_knows():
+    assert find_spec(Api.post_training, "inline::torchtune").model_types == get_args(Family)
 
 
 def test_an_unknown_api_is_answered_with_the_known_ones():

@@ -311,7 +311,7 @@ SUBMIT = "/v1/post-training/supervised-fine-tune"
         (job(training_config={"n_epochs": "many"}), "training_config.n_epochs", "valid integer"),
         (job(algorithm_config={"rank": -1}), "algorithm_config.rank", "greater than or equal to 1"),
         (job(algorithm_config={"type": "LoRA", "rank": -1}), "algorithm_config.rank", "greater than or equal to 1"),
-        (job(algorithm_config={"type": "sesame"}), "algorithm_config", "'LoRA', 'QAT'"),
+        (job(algorithm_config={"type": "sesame"}), "algorithm_config", "'LoRA', 'Full', 'QAT'"),
         (job(logger_config={"a": 1}), "logger_config", "has no effect"),
         ({"model": "m"}, "job_uuid", "Field required"),
         (job(training_config="{"), "training_config", "does not hold JSON"),

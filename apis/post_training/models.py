@@ -267,11 +267,16 @@ class TrainingConfig(RequestModel):
 
 
 AttentionModule = Literal["q_proj", "k_proj", "v_proj", "output_proj"]
+LayerName = Annotated[str, Field(min_length=1, max_length=200, pattern=r"^[A-Za-z0-9_]+(\.[A-Za-z0-9_]+)*$")]
 
 
 class LoraFinetuningConfig(RequestModel):
     type: Literal["LoRA"] = "LoRA"
-    lora_attn_modules: list[AttentionModule] = ["q_proj", "k_proj", "v_proj", "output_proj"]
+    lora_attn_modules: list[LayerName] = Field(
+        default=["q_proj", "k_proj", "v_proj", "output_proj"],
+        description="q_proj, k_proj, v_proj, output_proj, whatever the model calls them; providers that say so in "
+        "their capabilities also take a model's own names of any of its layers",
+    )
     apply_lora_to_mlp: bool = True
     apply_lora_to_output: bool = False
     rank: int = Field(default=16, ge=1, le=4096)
@@ -292,10 +297,16 @@ class LoraFinetuningConfig(RequestModel):
 
     @field_validator("lora_attn_modules")
     @classmethod
-    def _once_each(cls, value: list[AttentionModule]) -> list[AttentionModule]:
+    def _once_each(cls, value: list[str]) -> list[str]:
         if len(set(value)) != len(value):
             raise ValueError("each attention module may be named once")
         return value
+
+
+class FullFinetuningConfig(RequestModel):
+    """Every weight is trained; a checkpoint holds a whole model."""
+
+    type: Literal["Full"] = "Full"
 
 
 class QATFinetuningConfig(RequestModel):
@@ -304,7 +315,11 @@ class QATFinetuningConfig(RequestModel):
     group_size: int = Field(ge=1)
 
 
-AlgorithmConfig = Annotated[LoraFinetuningConfig | QATFinetuningConfig, Field(discriminator="type")]
+AlgorithmConfig = Annotated[
+    LoraFinetuningConfig | FullFinetuningConfig | QATFinetuningConfig, Field(discriminator="type")
+]
+RunnableAlgorithm = Annotated[LoraFinetuningConfig | FullFinetuningConfig, Field(discriminator="type")]
+"""What a job may train with, once a provider has accepted it."""
 
 
 class DPOLossType(StrEnum):
@@ -320,6 +335,11 @@ class DPOAlignmentConfig(RequestModel):
 
 
 class _TrainingRequest(RequestModel):
+    provider_id: str | None = Field(
+        default=None,
+        max_length=255,
+        description="Which provider trains; null: the first configured one that supports the model and algorithm",
+    )
     training_config: TrainingConfig = TrainingConfig()
     hyperparam_search_config: dict[str, Any] | None = None
     logger_config: dict[str, Any] | None = None

@@ -138,6 +138,11 @@ class SessionConfig(RequestModel):
     """
 
     model: Identifier | None = Field(default=None, description="A model or an earlier checkpoint; null: the provider's")
+    provider_id: str | None = Field(
+        default=None,
+        max_length=255,
+        description="Which provider trains; null: the first configured one that supports the model and algorithm",
+    )
     lora: LoraSection | None = Field(default=None, description="The adapter in OpenTinker's words")
     algorithm_config: LoraFinetuningConfig | None = Field(
         default=None, description="The adapter in post_training's words"

@@ -61,6 +61,9 @@ Alpha = Annotated[
 CheckpointDir = Annotated[
     str | None, _option("--checkpoint-dir", help="A base-model or output folder there, as the provider reads it.")
 ]
+ProviderOption = Annotated[
+    str | None, _option("--provider", help="The provider that trains; else the first there that supports the job.")
+]
 Follow = Annotated[bool, _option("--follow", "-f", help="Watch it end: exit 0 completed, 1 failed, 3 cancelled.")]
 
 
@@ -82,6 +85,7 @@ def supervised_fine_tune(
     algorithm_config: AlgorithmJson = None,
     training_config: TrainingJson = None,
     checkpoint_dir: CheckpointDir = None,
+    provider_id: ProviderOption = None,
     follow: Follow = False,
     as_json: AsJson = False,
 ) -> None:
@@ -98,7 +102,8 @@ def supervised_fine_tune(
 
     client = connect(ctx)
     options = _training(client, dataset, validation_dataset, epochs, lr, batch_size, max_seq_len, dtype, seed)
-    options |= {"model": model, "checkpoint_dir": checkpoint_dir, "job_uuid": job_uuid or new_job_id(dataset)}
+    options |= {"model": model, "checkpoint_dir": checkpoint_dir, "provider_id": provider_id}
+    options |= {"job_uuid": job_uuid or new_job_id(dataset)}
     fields = fine_tune_fields(training_config, algorithm_config, options, rank, alpha)
     job = client.post_training.supervised_fine_tune(**fields)
     _submitted(client, job.job_uuid, follow=follow, as_json=as_json)
@@ -122,6 +127,7 @@ def preflight(
     algorithm_config: AlgorithmJson = None,
     training_config: TrainingJson = None,
     checkpoint_dir: CheckpointDir = None,
+    provider_id: ProviderOption = None,
     as_json: AsJson = False,
 ) -> None:
     """Show what supervised_fine_tune with these options would train on and take, without training.
@@ -135,7 +141,8 @@ def preflight(
 
     client = connect(ctx)
     options = _training(client, dataset, validation_dataset, epochs, lr, batch_size, max_seq_len, dtype, seed)
-    options |= {"model": model, "checkpoint_dir": checkpoint_dir, "job_uuid": job_uuid}
+    options |= {"model": model, "checkpoint_dir": checkpoint_dir, "provider_id": provider_id}
+    options |= {"job_uuid": job_uuid}
     report = client.post_training.preflight(**fine_tune_fields(training_config, algorithm_config, options, rank, alpha))
     if as_json:
         print_json(report)

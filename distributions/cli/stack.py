@@ -70,20 +70,37 @@ def list_apis(as_json: AsJson = False) -> None:
 
 @app.command("list-providers")
 def list_providers(
-    api: Annotated[str | None, typer.Argument(help="Only those of this API.")] = None, as_json: AsJson = False
+    api: Annotated[str | None, typer.Argument(help="Only those of this API.")] = None,
+    as_json: AsJson = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print docs/providers.md.")] = False,
 ) -> None:
-    """List the providers that a run.yaml may name."""
+    """List the providers that a run.yaml may name: the built-in ones and those of installed packages."""
+    from distributions.provider_page import provider_page
+    from providers.external import installed
     from providers.registry import BUILT_IN
 
     with errors_on_stderr():
         if api is not None and api not in [known.value for known in Api]:
             raise StackError(f"there is no API {api!r}; there are: {', '.join(known.value for known in Api)}")
+        if as_markdown:
+            # Of what is built in alone, so that the page is the same everywhere.
+            typer.echo(provider_page([spec for spec in BUILT_IN if api in (None, spec.api.value)]), nl=False)
+            return
+    found = installed()
+    for fault in found.faults:
+        typer.echo(f"Warning: {fault}", err=True)
     rows = [
-        (spec.api.value, spec.provider_type, spec.description, ", ".join(spec.pip_packages))
-        for spec in BUILT_IN
+        (
+            spec.api.value,
+            spec.provider_type,
+            spec.description,
+            ", ".join(spec.capabilities),
+            ", ".join(spec.pip_packages),
+        )
+        for spec in (*BUILT_IN, *found.specs)
         if api is None or spec.api.value == api
     ]
-    _print_table(("api", "provider_type", "description", "pip_packages"), rows, as_json)
+    _print_table(("api", "provider_type", "description", "capabilities", "pip_packages"), rows, as_json)
 
 
 @contextmanager

@@ -361,9 +361,12 @@ class ModelCatalog:
             base = _checked(row.identifier, self.directory(row.folder), "config.json")
             return ResolvedModel(row.identifier, row.identifier, base, None, None)
         folder = self.directory(row.folder)
+        merged = folder / MERGED
+        if merged.is_dir() and not (folder / ADAPTER).is_dir():  # every weight was trained: a model by itself
+            whole = _checked(row.identifier, merged, "config.json")
+            return ResolvedModel(row.identifier, row.identifier, whole, None, None)
         base = _checked(row.base_identifier, self.directory(row.base_folder), "config.json")
         adapter = _checked(row.identifier, folder / ADAPTER, "adapter_config.json")
-        merged = folder / MERGED
         return ResolvedModel(row.identifier, row.base_identifier, base, adapter, merged if merged.is_dir() else None)
 
     def _model(self, identifier: str, row: _Model, alias: AliasRow | None = None) -> Model:

@@ -86,6 +86,30 @@ def write_adapter(
     _copy(base_dir, directory, TOKENIZER_FILES)
 
 
+def write_whole(
+    directory: Path, tensors: Mapping[str, Tensor], base_dir: Path, dtype: Literal["fp32", "bf16"] = "fp32"
+) -> None:
+    """Write a whole Hugging Face model, of which every weight was trained, with the base's config and tokenizer.
+
+    Args:
+        tensors: by Hugging Face's names; saved as `dtype`. Those that are tied to others are left out.
+
+    Raises:
+        ModelInvalid: a tensor is not finite, or the base is quantized.
+        OSError: with ENOSPC where the disk is full.
+    """
+    writer = _ShardWriter(directory)
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise ModelInvalid(f"{name} holds NaN or infinite values: it cannot be saved")
+        writer.add(name, tensor.to(_DTYPES[dtype]) if tensor.is_floating_point() else tensor)
+    writer.finish()
+    _write_json(
+        directory / CONFIG_FILE, _config_with_dtype(read_json(base_dir / CONFIG_FILE), dtype, _is_tied(base_dir))
+    )
+    _copy(base_dir, directory, _MODEL_FILES)
+
+
 def merge(base_dir: Path, adapter_dir: Path, out_dir: Path, dtype: Literal["fp32", "bf16"] = "fp32") -> MergeReport:
     """Write base + adapter as a whole Hugging Face model into `out_dir`, one tensor at a time.
 

@@ -89,9 +89,9 @@ def render_card(form: Form, run: Run) -> str:
     """The card as Markdown; that of a folder begins with the YAML that the Hugging Face hub reads."""
     base = run.spec.model.base_identifier
     parts = (
-        *([] if form == "gguf" else [_front_matter(form, base)]),
+        *([] if form == "gguf" else [_front_matter(form, base, run.spec.trains_all)]),
         f"# {run.identifier}\n",
-        f"{_WHAT[form]} of `{base}`, made by Postgrad.\n",
+        f"{_ALL_TRAINED if run.spec.trains_all else _WHAT[form]} of `{base}`, made by Postgrad.\n",
         f"## Load\n\n{_LOAD[form].format(base=json.dumps(base, ensure_ascii=False), name=base)}",
         f"## Run\n\n{_table(_run_facts(run))}",
         f"## Data\n\n{_table(_data_facts(run))}",
@@ -102,6 +102,7 @@ def render_card(form: Form, run: Run) -> str:
     return "\n".join(parts)
 
 
+_ALL_TRAINED = "A whole model, of which every weight was trained on from those"
 _WHAT: dict[Form, str] = {
     "adapter": "A LoRA adapter (PEFT)",
     "merged": "A whole model: a LoRA adapter merged into the weights",
@@ -109,13 +110,13 @@ _WHAT: dict[Form, str] = {
 }
 
 
-def _front_matter(form: Form, base: str) -> str:
+def _front_matter(form: Form, base: str, trains_all: bool) -> str:
     facts = {
         "base_model": base,
         "base_model_relation": "adapter" if form == "adapter" else "finetune",
         "library_name": _LIBRARIES[form],
         "pipeline_tag": "text-generation",
-        "tags": ["lora", "sft", "postgrad"],
+        "tags": [*(() if trains_all else ("lora",)), "sft", "postgrad"],
     }
     return f"---\n{yaml.safe_dump(facts, sort_keys=False, allow_unicode=True)}---\n"
 
@@ -176,11 +177,12 @@ def _flat(prefix: str, values: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
 
 
 def _verification(run: Run) -> str:
+    what = "the whole model in fp32" if run.spec.trains_all else "base + adapter, and an fp32 merge"
     lines = [
         "A checkpoint becomes a model only after a separate process has loaded it through PEFT and transformers and "
         "compared its logits, in fp32, with those of the trainer. The numbers measured are in the checkpoint's "
         "`verification` in the job's artifacts; allowed is, as relative Frobenius norm of the difference:\n",
-        f"- base + adapter, and an fp32 merge: {FP32_BOUND:g}, and the same most likely tokens",
+        f"- {what}: {FP32_BOUND:g}, and the same most likely tokens",
         "- different from the base alone",
     ]
     if run.merge is not None and run.merge["dtype"] == "bf16":

@@ -50,6 +50,7 @@ def estimate(
     merged_dtype: Literal["fp32", "bf16"] | None = None,
     *,
     momentum: bool = False,
+    adapter: bool = True,
 ) -> CheckpointSize:
     """What one checkpoint takes on disk, a little more than less.
 
@@ -58,6 +59,7 @@ def estimate(
         optimizer: `adam` and `adamw` keep two moments of each parameter, `sgd` one with `momentum`, else none.
         base_dir: the Hugging Face directory of the base model.
         merged_dtype: of the merged model, None where there is none.
+        adapter: whether what is trained is written as an adapter beside its training state.
 
     Raises:
         ModelInvalid: a merged model is wanted and the base's weight files are damaged or missing.
@@ -65,7 +67,8 @@ def estimate(
     moments = _MOMENTS[optimizer] + momentum
     copied = _copied_bytes(base_dir)
     # fp32: the adapter, the masters, the moments. Each moment has a tensor of its own, as has each count of steps.
-    trained = parameters * _FP32_BYTES * (2 + moments) + tensors * _HEADER_BYTES * (3 + moments)
+    copies = 1 + moments + adapter
+    trained = parameters * _FP32_BYTES * copies + tensors * _HEADER_BYTES * (copies + 1)
     inside = trained + copied + _FIXED_BYTES
     merged = 0 if merged_dtype is None else _merged_bytes(base_dir, merged_dtype) + copied
     return CheckpointSize(inside, inside + merged)

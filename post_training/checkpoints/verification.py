@@ -33,7 +33,7 @@ class VerifyReport(BaseModel):
     """What was measured. Differences are relative Frobenius norms of logits.
 
     Attributes:
-        adapter_error: base + adapter in PEFT against the trainer.
+        adapter_error: base + adapter in PEFT against the trainer; None where every weight was trained.
         merged_error: the merged model against the trainer; of the saved one, else of PEFT's own fp32 merge in memory.
         merged_dtype: how the merged model is saved, None where there is none.
         change: base + adapter against the base alone: what training changed.
@@ -42,7 +42,7 @@ class VerifyReport(BaseModel):
             None where the base was not quantized.
     """
 
-    adapter_error: float
+    adapter_error: float | None
     merged_error: float
     merged_dtype: str | None
     change: float
@@ -56,11 +56,12 @@ class Verifier:
     Args:
         model_module: module with `load_model(ModelConfig) -> TrainableModel`.
         lora_config: the fields of LoraSettings the checkpoints were trained with.
+        full: whether every weight was trained, so that checkpoints hold a whole model and no adapter.
     """
 
-    def __init__(self, base_dir: Path, model_module: str, lora_config: dict[str, Any]) -> None:
+    def __init__(self, base_dir: Path, model_module: str, lora_config: dict[str, Any], *, full: bool = False) -> None:
         self._base_dir = base_dir
-        self._request = {"base_dir": str(base_dir), "model_module": model_module, "lora": lora_config}
+        self._request = {"base_dir": str(base_dir), "model_module": model_module, "lora": lora_config, "full": full}
         self._child: Child | None = None
         self._thread: threading.Thread | None = None
 

@@ -60,6 +60,8 @@ def verify(request: dict[str, Any]) -> VerifyReport:
     except ModelInvalid as error:
         raise CheckpointUnverified(error.message) from error
     masters = masters_of(tensors)
+    if request.get("full"):
+        return _verify_whole(checkpoint, base_dir, request["model_module"], masters)
     _check_tensors(masters, load_file(checkpoint / ADAPTER / ADAPTER_TENSORS))
     probe = probe_segments(base_dir)
     lora = LoraSettings(**request["lora"])
@@ -82,6 +84,33 @@ def verify(request: dict[str, Any]) -> VerifyReport:
         quantized = _trainer_logits(request["model_module"], trained_base, masters, probe)
         report.quantization_change = relative_error(quantized, trainer)
     _judge(report, trainer, adapter, merged)
+    return report
+
+
+def _verify_whole(checkpoint: Path, base_dir: Path, module: str, masters: dict[str, Tensor]) -> VerifyReport:
+    """Of a checkpoint for which every weight was trained: its whole model against the trainer's.
+
+    Raises:
+        CheckpointUnverified
+    """
+    _refuse_not_finite(masters)
+    probe = probe_segments(base_dir)
+    trainer = _trainer_logits(module, ModelConfig(base_dir, full=True, dtype="fp32"), masters, probe)
+    whole = _plain_logits(checkpoint / MERGED, probe)
+    base = _base_logits(_load_plain(base_dir), base_dir, probe)
+    report = VerifyReport(
+        adapter_error=None,
+        merged_error=relative_error(whole, trainer),
+        merged_dtype=_saved_dtype(checkpoint / MERGED),
+        change=relative_error(whole, base),
+        tokens=len(trainer),
+    )
+    exact = report.merged_dtype != "bf16"
+    _check_error("the whole model", report.merged_error, FP32_BOUND if exact else BF16_BOUND)
+    if exact and not same_argmax(whole, trainer):
+        raise CheckpointUnverified(f"the checkpoint ranks other tokens first than the trainer: {_numbers(report)}")
+    if report.change == 0:
+        raise CheckpointUnverified(f"training changed nothing: {_numbers(report)}")
     return report
 
 
@@ -120,13 +149,17 @@ def same_argmax(found: Tensor, expected: Tensor) -> bool:
 def _check_tensors(masters: dict[str, Tensor], adapter: dict[str, Tensor]) -> None:
     if not masters or not adapter:
         raise CheckpointUnverified("the checkpoint holds no trained weights: training state or adapter is empty")
-    for name, tensor in (masters | adapter).items():
-        if not torch.isfinite(tensor).all():
-            raise CheckpointUnverified(f"{name} holds NaN or infinite values: lower the learning rate")
+    _refuse_not_finite(masters | adapter)
     if not any(tensor.any() for name, tensor in adapter.items() if "lora_B" in name):
         raise CheckpointUnverified(
             "training changed nothing: every B factor of the adapter is zero; check the learning rate and the data"
         )
+
+
+def _refuse_not_finite(tensors: dict[str, Tensor]) -> None:
+    for name, tensor in tensors.items():
+        if not torch.isfinite(tensor).all():
+            raise CheckpointUnverified(f"{name} holds NaN or infinite values: lower the learning rate")
 
 
 def _trainer_logits(module: str, config: ModelConfig, masters: dict[str, Tensor], probe: list[Tensor]) -> Tensor:
@@ -200,6 +233,7 @@ def _saved_dtype(merged_dir: Path) -> str:
 
 
 def _judge(report: VerifyReport, trainer: Tensor, adapter: Tensor, merged: Tensor) -> None:
+    assert report.adapter_error is not None  # there is an adapter
     _check_error("the adapter, loaded by PEFT,", report.adapter_error, FP32_BOUND)
     exact = report.merged_dtype != "bf16"
     _check_error("the merged model", report.merged_error, FP32_BOUND if exact else BF16_BOUND)

@@ -34,6 +34,7 @@ OnProgress = Callable[[int, int], object]
 _PAUSE_SECONDS = 0.5
 _HASH_CHUNK = 1 << 20
 _NO_MERGED = "; a stack with `export: merged` writes one, and so does `postgrad models export --merged` there"
+_NO_ADAPTER = ": every weight was trained; ask for merged, which is the whole model"
 
 
 class Stopped(Exception):
@@ -99,7 +100,7 @@ class CheckpointDownload:
             if "\\" in name or PurePosixPath(name).is_absolute() or not {"", ".", ".."}.isdisjoint(name.split("/")):
                 raise PostgradError(f"the server names a file {name[:100]!r}, which would not lie in the folder")
         if not chosen:
-            hint = _NO_MERGED if self._form == "merged" else ""
+            hint = {"merged": _NO_MERGED, "adapter": _NO_ADAPTER}.get(self._form, "")
             raise FileMissing(
                 f"checkpoint {self._step} of job {self._job_uuid!r} has no {self._form} form{hint}", param="form"
             )
@@ -190,6 +191,29 @@ def _local_faults(to: Path) -> Iterator[None]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT):
             raise DiskFull(f"no space left on the disk of {to}: free some and download again, it goes on") from error
         raise InvalidField(f"{to} cannot be written ({error.strerror}): choose another folder", param="to") from error
+
+
+def download_file(
+    transport: SyncTransport,
+    job_uuid: str,
+    step: int,
+    file: CheckpointFile,
+    to: Path,
+    stop: threading.Event | None = None,
+) -> None:
+    """Bring one file of a checkpoint to `to`, which appears when it has the size and sha256 it must have.
+
+    Raises:
+        ModelInvalid: it differs from its hash.
+        Conflict: another download writes there.
+        DiskFull, Unavailable, and whatever the server answers.
+    """
+    download = CheckpointDownload(transport, job_uuid, step, to, "all", stop=stop)
+    partial = to.with_name(f".{to.name}.partial-{file.sha256[:16]}")
+    with _local_faults(to), _locked(partial):
+        download._fetch(file, partial / "content")
+        (partial / "content").rename(to)
+        partial.rmdir()
 
 
 async def download_in_thread(

@@ -11,6 +11,7 @@ import numpy as np
 
 from apis.errors import DataInvalid
 from apis.post_training.models import DataConfig, OptimizerConfig
+from post_training.catalog.model_sizes import context_length
 from post_training.data.batching import EpochPlan, epoch_order, steps
 from post_training.data.token_rows import row_lengths, take_rows
 from post_training.data.types import TokenizedRow
@@ -28,8 +29,7 @@ def max_seq_len(spec: JobSpec) -> int:
     if data is not None and data.max_seq_len is not None:
         return data.max_seq_len
     config: dict[str, Any] = json.loads((Path(spec.model.base_dir) / "config.json").read_bytes())
-    context = config.get("max_position_embeddings")
-    return min(spec.worker.default_max_seq_len, context if isinstance(context, int) else _UNTOLD_CONTEXT)
+    return min(spec.worker.default_max_seq_len, context_length(config) or _UNTOLD_CONTEXT)
 
 
 def settle(spec: JobSpec, rows: Sequence[TokenizedRow], earlier: Mapping[str, Any] | None = None) -> JobSpec:

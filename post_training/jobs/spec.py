@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict
 
-from apis.post_training.models import LoraFinetuningConfig, TrainingConfig
+from apis.post_training.models import FullFinetuningConfig, RunnableAlgorithm, TrainingConfig
 
 
 class ModelRef(BaseModel):
@@ -104,7 +104,7 @@ class JobSpec(BaseModel):
     provider_id: str
     model: ModelRef
     training_config: TrainingConfig
-    algorithm_config: LoraFinetuningConfig
+    algorithm_config: RunnableAlgorithm
     dataset: DatasetRef | None
     validation: DatasetRef | None = None
     seed: int = 0
@@ -133,6 +133,11 @@ class JobSpec(BaseModel):
         assert data is not None  # no job is accepted without
         assert data.batch_size is not None  # settle comes before any plan
         return data.batch_size
+
+    @property
+    def trains_all(self) -> bool:
+        """Whether every weight is trained, so that a checkpoint holds a whole model and no adapter."""
+        return isinstance(self.algorithm_config, FullFinetuningConfig)
 
     @property
     def lr(self) -> float:

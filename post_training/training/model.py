@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal, Protocol
+from typing import Any, Literal, Protocol, runtime_checkable
 
 import torch
 from torch import Tensor, nn
@@ -46,6 +46,7 @@ class ModelConfig:
 
     Attributes:
         base_dir: a Hugging Face model directory (config.json, *.safetensors, tokenizer.json).
+        full: every weight is trained and there is no adapter; `lora` says nothing then.
         adapter_dir: a PEFT adapter directory to go on from, or None for fresh adapters (A random by `seed`, B zero).
         device: `cpu` or `cuda:<n>`.
         kernels: how the model is computed. `plain`: by its library's own modules. `fused`: the same function in fewer
@@ -54,6 +55,7 @@ class ModelConfig:
 
     base_dir: Path
     lora: LoraSettings = field(default_factory=LoraSettings)
+    full: bool = False
     adapter_dir: Path | None = None
     dtype: Dtype = "bf16"
     device: str = "cpu"
@@ -91,7 +93,7 @@ class Segments:
 
 
 class TrainableModel(Protocol):
-    """A frozen base with trainable adapters."""
+    """A frozen base with trainable adapters; with `ModelConfig.full`, a model of which every weight is trained."""
 
     @property
     def device(self) -> torch.device: ...
@@ -130,5 +132,16 @@ class TrainableModel(Protocol):
             tensors for adapter_model.safetensors (keys `base_model.model.….lora_A.weight`), same dtype as given, to be
             loaded on the base as it is stored, whether or not it was trained against a quantized one,
             and the complete content of adapter_config.json.
+        """
+        ...
+
+
+@runtime_checkable
+class TrainsAll(Protocol):
+    """What a model has beside, where its provider takes `ModelConfig.full`; `peft_adapter` is then not called."""
+
+    def whole_model(self, parameters: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Every tensor of the model by its Hugging Face name, those of `parameters` (by the names of
+        `adapter_parameters`) in the dtype given. A tensor that is tied to another is left out.
         """
         ...

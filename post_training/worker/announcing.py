@@ -49,7 +49,7 @@ class Announcer:
         self._spec = spec
         self._home = home
         base_dir, lora = Path(spec.model.base_dir), lora_settings(spec.algorithm_config)
-        self._verifier = Verifier(base_dir, spec.worker.model_module, asdict(lora))
+        self._verifier = Verifier(base_dir, spec.worker.model_module, asdict(lora), full=spec.trains_all)
         self._pending: tuple[CheckpointRow, Future[VerifyReport]] | None = None
 
     def __enter__(self) -> Announcer:
@@ -137,7 +137,8 @@ def rescue(lease: Lease, spec: JobSpec, home: Path) -> None:
     Raises as `Announcer.wait`, and ModelInvalid where files are damaged; nothing where there is none that is new.
     """
     rows = lease.store.all_checkpoints(lease.job_uuid)
-    newest = [row for row in rows[-1:] if row.announced_at is None and row.metrics is None]
+    # Inside an epoch there is an adapter, but no whole model.
+    newest = [row for row in rows[-1:] if row.announced_at is None and row.metrics is None and not spec.trains_all]
     progress = JobProgress.model_validate(lease.store.get(lease.job_uuid).progress or {})
     with Announcer(lease, spec, home) as announcer:
         for row in [*unproven(rows), *newest]:

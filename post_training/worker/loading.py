@@ -92,8 +92,9 @@ def checkpoint_size(spec: JobSpec, trainer: Trainer | None = None) -> Checkpoint
         len(tensors),
         optimizer.optimizer_type.value,
         Path(spec.model.base_dir),
-        worker.merged_dtype if "merged" in worker.export else None,
+        worker.merged_dtype if spec.trains_all or "merged" in worker.export else None,
         momentum=bool(optimizer.momentum),
+        adapter=not spec.trains_all,
     )
 
 

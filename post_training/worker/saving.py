@@ -12,7 +12,7 @@ from torch import Tensor
 
 from apis.post_training.models import JobProgress, PostTrainingMetric
 from post_training.catalog.models import checkpoint_identifier
-from post_training.checkpoints.export import merge, write_adapter
+from post_training.checkpoints.export import merge, write_adapter, write_whole
 from post_training.checkpoints.layout import CheckpointWriter, Manifest
 from post_training.checkpoints.model_card import Run, write_card
 from post_training.checkpoints.space import CheckpointSize, FreeBytes, check_save, free_bytes
@@ -20,6 +20,7 @@ from post_training.checkpoints.state import save_training_state
 from post_training.jobs.database import now
 from post_training.jobs.spec import JobSpec
 from post_training.jobs.tables import CheckpointRow
+from post_training.training.model import TrainsAll
 from post_training.training.trainer import Trainer
 from post_training.worker.announcing import Announcer, inside_id, session_id
 from post_training.worker.keeping import apply_retention
@@ -126,7 +127,8 @@ class Saver:
         Raises:
             DiskFull, LeaseLost, ModelInvalid.
         """
-        self._save(snapshot, self._size.after, merged="merged" in self._spec.worker.export)
+        whole = self._spec.trains_all or "merged" in self._spec.worker.export
+        self._save(snapshot, self._size.after, merged=whole)
         return self._row(snapshot.number)
 
     def announce(self, row: CheckpointRow, progress: JobProgress, *, last: bool) -> None:
@@ -175,6 +177,7 @@ def write_checkpoint(
     """Write a complete checkpoint directory and return it; after an epoch it has model cards.
 
     Args:
+        merged: whether with the whole model, which is all there is where every weight was trained.
         confirm: see `CheckpointWriter.commit`.
         report: the job's, for the cards.
 
@@ -184,11 +187,14 @@ def write_checkpoint(
     """
     trainer, base_dir = snapshot.trainer, Path(spec.model.base_dir)
     tensors, meta = trainer.state()
-    adapter, config = trainer.model.peft_adapter(trainer.masters.snapshot())
     meta |= {CURSOR: snapshot.place, PROGRESS: snapshot.progress.model_dump()}
     with CheckpointWriter(home, spec.job_uuid, snapshot.number) as writer:
-        write_adapter(writer.adapter, adapter, config, spec.model.base_identifier, base_dir)
-        if merged:
+        if spec.trains_all:
+            _write_all_weights(writer, spec, trainer, whole=merged)
+        else:
+            adapter, config = trainer.model.peft_adapter(trainer.masters.snapshot())
+            write_adapter(writer.adapter, adapter, config, spec.model.base_identifier, base_dir)
+        if merged and not spec.trains_all:
             meta["merge"] = asdict(merge(base_dir, writer.adapter, writer.merged, spec.worker.merged_dtype))
         save_training_state(writer.training_state, {**tensors, **snapshot.rng}, meta)
         if snapshot.metric is not None:
@@ -196,8 +202,17 @@ def write_checkpoint(
         return writer.commit(_manifest(spec, snapshot), confirm)
 
 
+def _write_all_weights(writer: CheckpointWriter, spec: JobSpec, trainer: Trainer, *, whole: bool) -> None:
+    """The model of which every weight is trained; inside an epoch the training state holds all there is to resume."""
+    if whole:
+        assert isinstance(trainer.model, TrainsAll)  # its provider accepted the job
+        tensors = trainer.model.whole_model(trainer.masters.snapshot())
+        write_whole(writer.merged, tensors, Path(spec.model.base_dir), spec.worker.merged_dtype)
+
+
 def _write_cards(writer: CheckpointWriter, merged: bool, run: Run) -> None:
-    write_card(writer.adapter, "adapter", run)
+    if not run.spec.trains_all:
+        write_card(writer.adapter, "adapter", run)
     if merged:
         write_card(writer.merged, "merged", run)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from apis.errors import InvalidField
-from apis.post_training.models import LoraFinetuningConfig, OptimizerConfig
+from apis.post_training.models import FullFinetuningConfig, OptimizerConfig, RunnableAlgorithm
 from post_training.catalog.model_files import tensor_headers
 from post_training.data.planning import warmup_steps
 from post_training.jobs.devices import usable_cores
@@ -42,7 +42,10 @@ def set_threads(threads: int | None) -> int:
     return wanted
 
 
-def lora_settings(config: LoraFinetuningConfig) -> LoraSettings:
+def lora_settings(config: RunnableAlgorithm) -> LoraSettings:
+    """Those of an adapter; where every weight is trained they say nothing."""
+    if isinstance(config, FullFinetuningConfig):
+        return LoraSettings()
     return LoraSettings(
         rank=config.rank,
         alpha=config.alpha,
@@ -75,6 +78,7 @@ def load_model(spec: JobSpec, device: str, kernels: KernelForm = "fused") -> Tra
         ModelConfig(
             base_dir=Path(spec.model.base_dir),
             lora=lora_settings(spec.algorithm_config),
+            full=spec.trains_all,
             adapter_dir=Path(spec.model.adapter_dir) if spec.model.adapter_dir else None,
             dtype=training.dtype or "bf16",
             device=device,

@@ -7,7 +7,6 @@ the product B A stay what they were.
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -16,12 +15,10 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from apis.errors import InvalidField, ModelInvalid
+from apis.errors import InvalidField
 from apis.post_training.models import LoraFinetuningConfig
+from post_training.catalog.lora_files import check_continued, lora_config, read_lora_config, target_names
 from providers.torchtune.architecture import Architecture
-
-ADAPTER_CONFIG = "adapter_config.json"
-ADAPTER_WEIGHTS = "adapter_model.safetensors"
 
 PEFT_NAMES = {
     "q_proj": "q_proj",
@@ -37,16 +34,6 @@ PEFT_NAMES = {
 
 FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("w1", "w3")}
 """torchtune's names of the parts, in row order, by Phi-3's name of the whole."""
-
-_MUST_BE_PLAIN = (
-    "fan_in_fan_out",
-    "lora_bias",
-    "modules_to_save",
-    "layers_to_transform",
-    "exclude_modules",
-    "target_parameters",
-    "trainable_token_indices",
-)
 
 
 @dataclass(frozen=True)
@@ -97,27 +84,16 @@ def adapter_config(architecture: Architecture, shape: AdapterShape) -> dict[str,
     inside = {name for names in fused.values() for name in names}
     targets = [*fused, *(PEFT_NAMES[name] for name in shape.modules if name not in inside)]
     many = {whole: len(names) for whole, names in fused.items() if len(names) > 1}
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": "",
-        "revision": None,
-        "inference_mode": True,
-        "r": shape.rank,
-        "lora_alpha": _whole(shape.alpha),
-        "lora_dropout": shape.dropout,
-        "target_modules": sorted(targets),
-        "rank_pattern": {name: n * shape.rank for name, n in many.items()},
-        "alpha_pattern": {name: _whole(_fused_alpha(shape, n)) for name, n in many.items()},
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "init_lora_weights": True,
-        "use_rslora": shape.rslora,
-        "use_dora": shape.dora,
-        "modules_to_save": None,
-        "layers_to_transform": None,
-        "layers_pattern": None,
-    }
+    return lora_config(
+        rank=shape.rank,
+        alpha=shape.alpha,
+        targets=targets,
+        dropout=shape.dropout,
+        rslora=shape.rslora,
+        dora=shape.dora,
+        rank_pattern={name: n * shape.rank for name, n in many.items()},
+        alpha_pattern={name: _fused_alpha(shape, n) for name, n in many.items()},
+    )
 
 
 def settings_of_adapter(adapter_dir: Path, architecture: Architecture) -> LoraFinetuningConfig:
@@ -127,11 +103,13 @@ def settings_of_adapter(adapter_dir: Path, architecture: Architecture) -> LoraFi
         ModelInvalid: a file of the adapter is missing or damaged.
         InvalidField: its rank, alpha or layers are none that a request could name.
     """
-    stored = _read(adapter_dir)
+    stored = read_lora_config(adapter_dir)
     ours = {theirs: name for name, theirs in PEFT_NAMES.items()}
     fused = FUSED if architecture.fused else {}
-    found = _names(stored.get("target_modules")) or []
+    found = target_names(stored) or []
     names = [part for name in found for part in fused.get(name, (ours.get(name, name),))]
+    if strange := sorted({name for name in names if name.endswith("_proj")} - PEFT_NAMES.keys()):
+        raise InvalidField(f"the adapter's layer {strange[0]} is none that can be continued here", param="model")
     try:
         return LoraFinetuningConfig.model_validate(
             {
@@ -157,54 +135,9 @@ def check_adapter(adapter_dir: Path, architecture: Architecture, shape: AdapterS
         ModelInvalid: a file of the adapter is missing or damaged.
         InvalidField: naming the field of the request that differs, with both values.
     """
-    stored = _read(adapter_dir)
-    wanted = adapter_config(architecture, shape)
-    if stored.get("peft_type") != "LORA":
-        raise InvalidField(f"the adapter's peft_type is {stored.get('peft_type')!r}, not LORA", param="model")
-    for key in _MUST_BE_PLAIN:
-        if stored.get(key):
-            raise InvalidField(f"the adapter uses {key}, which cannot be continued here", param="model")
-    if stored.get("bias", "none") != "none":
-        raise InvalidField("the adapter trains biases, which cannot be continued here", param="model")
-    for key in ("use_dora", "use_rslora"):
-        _compare(key, bool(stored.get(key)), wanted[key])
-    _compare("rank", stored.get("r"), wanted["r"])
-    _compare("alpha", stored.get("lora_alpha"), wanted["lora_alpha"])
-    _compare("lora_attn_modules", _names(stored.get("target_modules")), wanted["target_modules"])
-    for key in ("rank_pattern", "alpha_pattern"):
-        _compare("rank" if key == "rank_pattern" else "alpha", stored.get(key) or {}, wanted[key], key)
-
-
-def _compare(field: str, stored: Any, wanted: Any, key: str | None = None) -> None:
-    if stored != wanted:
-        raise InvalidField(
-            f"the model is an adapter whose {key or field} is {stored}, the request asks for {wanted}; "
-            "an adapter is continued with its own kind, rank, alpha and layers",
-            param=f"algorithm_config.{field}",
-        )
-
-
-def _names(value: Any) -> Any:
-    return sorted(value) if isinstance(value, list) and all(isinstance(name, str) for name in value) else value
+    check_continued(read_lora_config(adapter_dir), adapter_config(architecture, shape))
 
 
 def _fused_alpha(shape: AdapterShape, parts: int) -> float:
     """The alpha that gives a rank of `parts` x rank the scaling of the parts."""
     return shape.alpha * (math.sqrt(parts) if shape.rslora else parts)
-
-
-def _whole(value: float) -> float | int:
-    # Readers other than PEFT expect alpha as an integer where it is one.
-    return int(value) if float(value).is_integer() else value
-
-
-def _read(adapter_dir: Path) -> dict[str, Any]:
-    if not (adapter_dir / ADAPTER_WEIGHTS).is_file():
-        raise ModelInvalid(f"the adapter has no {ADAPTER_WEIGHTS}; save it as safetensors")
-    try:
-        config = json.loads((adapter_dir / ADAPTER_CONFIG).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise ModelInvalid(f"the adapter's {ADAPTER_CONFIG} is missing or damaged") from None
-    if not isinstance(config, dict):
-        raise ModelInvalid(f"the adapter's {ADAPTER_CONFIG} is not a JSON object")
-    return config

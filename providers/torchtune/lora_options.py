@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 from apis.errors import InvalidField
-from apis.post_training.models import LoraFinetuningConfig
+from apis.post_training.models import AttentionModule, LoraFinetuningConfig
 from providers.torchtune.adapter_config import FUSED, AdapterShape, fused_parts
 from providers.torchtune.architecture import Architecture
 
+_ATTENTION = get_args(AttentionModule)
 NF4_BLOCK = 64
 """Weights that share one scale."""
 
@@ -17,6 +20,12 @@ def check_lora(architecture: Architecture, lora: LoraFinetuningConfig) -> None:
     Raises:
         InvalidField: naming the option.
     """
+    if strange := [name for name in lora.lora_attn_modules if name not in _ATTENTION]:
+        raise _option(
+            "lora_attn_modules",
+            f"torchtune's layers of attention are {', '.join(_ATTENTION)}, and none is called {strange[0]!r}; choose "
+            "of those, or a provider that takes the model's own names",
+        )
     check_shape(architecture, AdapterShape.of_request(lora), quantized=bool(lora.quantize_base))
 
 

@@ -17,7 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from apis.errors import ModelInvalid
-from providers.torchtune.adapter_config import ADAPTER_WEIGHTS, FUSED, PEFT_NAMES, AdapterShape, fused_parts
+from post_training.catalog.lora_files import ADAPTER_WEIGHTS
+from providers.torchtune.adapter_config import FUSED, PEFT_NAMES, AdapterShape, fused_parts
 from providers.torchtune.architecture import Architecture
 from providers.torchtune.convert import deinterleave, interleave
 

@@ -5,7 +5,12 @@ from __future__ import annotations
 from pathlib import Path
 
 from apis.errors import InvalidField
-from apis.post_training.models import LoraFinetuningConfig, SupervisedFineTuneRequest, TrainingConfig
+from apis.post_training.models import (
+    FullFinetuningConfig,
+    LoraFinetuningConfig,
+    SupervisedFineTuneRequest,
+    TrainingConfig,
+)
 from post_training.catalog.models import ResolvedModel
 from post_training.defaults import default_lr
 from post_training.job_specs import ProviderProfile
@@ -86,6 +91,11 @@ def _algorithm(
 ) -> LoraFinetuningConfig:
     """The request's; going on from an adapter, its settings for all that the request leaves out."""
     asked = request.algorithm_config or LoraFinetuningConfig()
+    if isinstance(asked, FullFinetuningConfig):
+        raise InvalidField(
+            "this provider trains adapters: use {'type': 'LoRA', ...}, or a provider of type inline::huggingface",
+            param="algorithm_config.type",
+        )
     if not isinstance(asked, LoraFinetuningConfig):
         raise InvalidField(
             "QAT is not offered on any device: torchtune 0.6.1 has it in its recipes for several CUDA devices only, "
