@@ -67,10 +67,11 @@ class Link:
                     self._settle(number, *rest)
         except (EOFError, OSError):
             pass  # the other end is gone
-        self._over = True
-        for number in list(self._asked):
-            self._settle(number, _gone())
-        self._on_end()
+        finally:  # also after what no end of ours sends: nobody waits for ever
+            self._over = True
+            for number in list(self._asked):
+                self._settle(number, _gone())
+            self._on_end()
 
     def _answer(self, number: int, kind: str, *arguments: Any) -> None:
         try:
