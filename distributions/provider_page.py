@@ -62,7 +62,10 @@ def _section(spec: ProviderSpec) -> str:
 def _config_table(spec: ProviderSpec) -> str:
     module, _, name = spec.config_class.rpartition(".")
     config: type[BaseModel] = getattr(importlib.import_module(module), name)
-    told = _attributes(inspect.getdoc(config) or "")
+    # A field may come from a base, whose docstring says what it is.
+    told: dict[str, str] = {}
+    for kind in reversed(config.__mro__):
+        told |= _attributes(inspect.cleandoc(kind.__doc__ or ""))
     rows = [
         (
             f"`{field}`",
